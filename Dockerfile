@@ -1,0 +1,59 @@
+# One image for both programs: `gym-servers` in the pods of a stack, `gym-operator` in its own deployment.
+#
+# Where no registry is at hand, BASE_IMAGE is a Debian tree made by debootstrap, and requirements/wheels holds the
+# dependencies; without that folder they come from the package index. Either way their hashes are checked.
+ARG BASE_IMAGE=debian:trixie-slim
+
+FROM ${BASE_IMAGE} AS python
+# The name for the user id is what `getpass.getuser()` and shells look for; the id is what Kubernetes checks.
+RUN if ! python3 -c 'import ensurepip, venv' 2>/dev/null; then \
+      apt-get update \
+      && apt-get install --yes --no-install-recommends python3 python3-venv ca-certificates \
+      && rm -rf /var/lib/apt/lists/*; \
+    fi \
+    && echo 'gym:x:65532:65532:gym:/tmp:/usr/sbin/nologin' >> /etc/passwd \
+    && echo 'gym:x:65532:' >> /etc/group
+
+FROM python AS dependencies
+COPY requirements/ /requirements/
+# pip lives in an environment of its own and stays out of the image. Bytecode is compiled without a check of the
+# source's time: a server that replaces a dead one should not spend its first second looking at 2000 files.
+RUN python3 -m venv /pip \
+    && python3 -m venv --without-pip /opt/gym \
+    && if [ -d /requirements/wheels ]; then set -- --no-index --find-links=/requirements/wheels; fi \
+    && /pip/bin/pip --python /opt/gym/bin/python install --no-cache-dir --no-compile --require-hashes "$@" \
+         --requirement /requirements/runtime.txt \
+    && python3 -m compileall -q -j 0 --invalidation-mode unchecked-hash /opt/gym/lib \
+    && echo /opt/gym/app > "$(echo /opt/gym/lib/python3*/site-packages)/gym.pth"
+
+FROM python AS application
+WORKDIR /opt/gym/app
+COPY pyproject.toml ./
+COPY operator/ servers/ ./
+# What an installer would write: the two programs, and the version where `importlib.metadata` finds it.
+RUN version="$(sed -n 's/^version = "\(.*\)"$/\1/p' pyproject.toml)" \
+    && info="gym_operator-${version}.dist-info" \
+    && mkdir bin "${info}" \
+    && printf 'Metadata-Version: 2.1\nName: gym-operator\nVersion: %s\n' "${version}" > "${info}/METADATA" \
+    && for program in gym_operator gym_servers; do \
+         file="bin/$(echo "${program}" | tr _ -)" \
+         && printf '#!/opt/gym/bin/python\nimport sys\n\nfrom %s.__main__ import main\n\nsys.exit(main())\n' \
+              "${program}" > "${file}" \
+         && chmod 755 "${file}"; \
+       done \
+    && rm pyproject.toml \
+    && python3 -m compileall -q --invalidation-mode unchecked-hash .
+
+FROM python
+LABEL org.opencontainers.image.title="gym-operator" \
+      org.opencontainers.image.licenses="Apache-2.0"
+# Nothing is written beside the code: the root file system may be read-only, with /tmp as the only writable place.
+ENV PATH=/opt/gym/app/bin:/opt/gym/bin:/usr/local/bin:/usr/bin:/bin \
+    HOME=/tmp \
+    PYTHONUNBUFFERED=1 \
+    PYTHONDONTWRITEBYTECODE=1
+COPY --from=dependencies /opt/gym /opt/gym
+COPY --from=application /opt/gym/app /opt/gym/app
+USER 65532:65532
+WORKDIR /
+CMD ["gym-servers", "--help"]

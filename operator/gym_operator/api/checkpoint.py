@@ -1,0 +1,188 @@
+"""GymCheckpoint: one checkpoint of a stack. A request when created, a receipt once terminal, and never reused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import Field, StringConstraints, ValidationError
+
+from gym_operator.api.conditions import Condition
+from gym_operator.api.objects import (
+    Count,
+    Digest,
+    Message,
+    Name,
+    ObjectMeta,
+    Reason,
+    Seconds,
+    StatusModel,
+    Timestamp,
+    Uri,
+)
+from gym_operator.api.stack import MAX_PARTICIPANTS, ProtocolPhase, SessionText
+from gym_servers.stack.durations import Duration
+from gym_servers.stack.settings import ParticipantKind, describe
+from gym_servers.stack.spec import MAX_WORKLOAD_NAME, SpecError
+from gym_servers.stack.wire import LABEL_HINT, LABEL_PATTERN, WireModel, list_map, matches, rule, with_rules
+
+CheckpointPhase = Literal["Pending", "Preparing", "Committing", "Publishing", "Succeeded", "Failed", "Deleting"]
+TERMINAL: Final[frozenset[CheckpointPhase]] = frozenset({"Succeeded", "Failed"})
+"""Phases that are final: a checkpoint in one of them never changes again, except to be deleted."""
+MAX_BLOCKERS: Final = 100
+MAX_RESTARTS: Final = 100
+"""How many restarted rollouts a status names; `restartCount` counts all."""
+
+
+class StackRef(WireModel):
+    """A stack of the same namespace."""
+
+    name: Annotated[str, StringConstraints(max_length=MAX_WORKLOAD_NAME), matches(LABEL_PATTERN, LABEL_HINT)]
+    """Name of the GymStack."""
+
+
+class CheckpointTimeouts(WireModel):
+    """Deadlines of this checkpoint, where they differ from the stack's."""
+
+    prepare: Duration | None = None
+    """How long rollouts have to reach a point from which they can continue, such as 60s."""
+    commit: Duration | None = None
+    """How long the servers have to write their records, such as 2m."""
+
+
+class CheckpointSpec(WireModel):
+    """What is to be checkpointed. It never changes."""
+
+    model_config = with_rules(
+        rule("self == oldSelf", "a checkpoint's spec never changes: create another GymCheckpoint instead")
+    )
+
+    stack_ref: StackRef
+    """The stack."""
+    labels: Annotated[
+        dict[str, Annotated[str, StringConstraints(max_length=256)]],
+        Field(default_factory=dict, max_length=16),
+    ]
+    """Free texts kept with the checkpoint, such as the trainer's step."""
+    timeouts: CheckpointTimeouts | None = None
+    """Deadlines of this checkpoint."""
+
+
+class CheckpointCell(StatusModel):
+    """One cell's part of the checkpoint."""
+
+    index: Count
+    """Number of the cell."""
+    phase: CheckpointPhase = "Pending"
+    """Where this part stands."""
+    attempt: Count = 0
+    """The cell attempt it was taken under."""
+    uri: Uri | None = None
+    """Where it is, or will be."""
+    digest: Digest | None = None
+    """Digest of its checkpoint.json, once published."""
+    episodes: Count = 0
+    """Rollouts that continue from it."""
+    bytes: Count = 0
+    """Size of its records."""
+
+
+class CheckpointParticipant(StatusModel):
+    """A server process as it took part."""
+
+    name: Name
+    """Name of the server."""
+    kind: ParticipantKind
+    """What it took part as."""
+    pod: Name | None = None
+    """Name of its pod."""
+    pod_uid: Annotated[str, StringConstraints(max_length=64)] | None = Field(None, alias="podUID")
+    """UID of its pod."""
+    session: SessionText | None = None
+    """Random name of its process; another one aborts the checkpoint."""
+    phase: ProtocolPhase | None = None
+    """Where it stands: idle, preparing, prepared or committed."""
+    records: Count = 0
+    """Records it wrote."""
+    bytes: Count = 0
+    """Size of these records."""
+
+
+class Blocker(StatusModel):
+    """Work that has not reached a point from which it can continue."""
+
+    participant: Name
+    """The server it runs in."""
+    id: Annotated[str, StringConstraints(max_length=256)]
+    """The rollout or call."""
+    where: Annotated[str, StringConstraints(max_length=256)] = ""
+    """Where it stands."""
+    age_seconds: Seconds = 0
+    """For how long."""
+
+
+class CheckpointStatus(StatusModel):
+    """How far the checkpoint is, and what came of it."""
+
+    observed_generation: int = -1
+    """The generation of the spec that this status speaks of; -1 before the operator has looked."""
+    phase: CheckpointPhase | None = None
+    """One word for people; programs read the conditions. Succeeded and Failed are final."""
+    reason: Reason | None = None
+    """Why it is in this phase, in one word."""
+    message: Message | None = None
+    """Why it is in this phase, for people."""
+    checkpoint_id: Name | None = Field(None, alias="checkpointID")
+    """Id of the checkpoint, as participants and storage know it."""
+    uri: Uri | None = None
+    """Where it is."""
+    digest: Digest | None = None
+    """Digest of its checkpoint.json, once published."""
+    cells: Annotated[tuple[CheckpointCell, ...], Field(max_length=1, json_schema_extra=list_map("index"))] = ()
+    """Each cell's part; all are needed to succeed."""
+    participants: Annotated[
+        tuple[CheckpointParticipant, ...],
+        Field(max_length=MAX_PARTICIPANTS, json_schema_extra=list_map("name")),
+    ] = ()
+    """The processes that took part."""
+    blockers: Annotated[tuple[Blocker, ...], Field(max_length=MAX_BLOCKERS)] = ()
+    """What the checkpoint waits for, or failed to wait for."""
+    restart_count: Count = 0
+    """Rollouts that this checkpoint does not continue; after a death they begin again."""
+    restarts: Annotated[
+        tuple[Annotated[str, StringConstraints(max_length=256)], ...], Field(max_length=MAX_RESTARTS)
+    ] = ()
+    """The first of them."""
+    episodes: Count = 0
+    """Rollouts that continue from this checkpoint."""
+    bytes: Count = 0
+    """Size of all records."""
+    pause_seconds: Seconds | None = None
+    """How long admission was closed."""
+    start_time: Timestamp | None = None
+    """When the checkpoint began."""
+    completion_time: Timestamp | None = None
+    """When it became final."""
+    conditions: Annotated[tuple[Condition, ...], Field(max_length=8, json_schema_extra=list_map("type"))] = ()
+    """Succeeded, and Stalled once it has failed."""
+
+
+class GymCheckpoint(StatusModel):
+    """A checkpoint as the API server holds it."""
+
+    metadata: ObjectMeta
+    spec: CheckpointSpec
+    status: CheckpointStatus = CheckpointStatus()
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> GymCheckpoint:
+        """Read an object of the API server. Raises SpecError if its spec cannot be used."""
+        try:
+            spec = CheckpointSpec.model_validate(body.get("spec"), by_alias=True, by_name=False)
+        except ValidationError as error:
+            raise SpecError(f"spec is not valid: {describe(error)}") from error
+        return cls(
+            metadata=ObjectMeta.model_validate(body["metadata"]),
+            spec=spec,
+            status=CheckpointStatus.model_validate(body.get("status") or {}),
+        )

@@ -1,0 +1,81 @@
+"""Every name that is part of the API: group, labels, annotations, ports, and what the children are called.
+
+Children's names are built here and nowhere else: a selector, an address and a manifest must agree.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from gym_servers.stack.settings import CONTROL_PORT as CONTROL_PORT
+from gym_servers.stack.settings import DATA_PORT as DATA_PORT
+
+GROUP: Final = "gymops.dev"
+VERSION: Final = "v1alpha1"
+API_VERSION: Final = f"{GROUP}/{VERSION}"
+CATEGORY: Final = "gym"
+
+STACK_KIND: Final = "GymStack"
+STACK_PLURAL: Final = "gymstacks"
+CHECKPOINT_KIND: Final = "GymCheckpoint"
+CHECKPOINT_PLURAL: Final = "gymcheckpoints"
+
+STACK_LABEL: Final = f"{GROUP}/stack"
+STACK_UID_LABEL: Final = f"{GROUP}/stack-uid"
+SERVER_LABEL: Final = f"{GROUP}/server"
+CELL_LABEL: Final = f"{GROUP}/cell"
+"""On what belongs to one cell. Pods do not carry it: their StatefulSet numbers them (see POD_INDEX_LABEL)."""
+POD_INDEX_LABEL: Final = "apps.kubernetes.io/pod-index"
+POD_NAME_LABEL: Final = "statefulset.kubernetes.io/pod-name"
+NAME_LABEL: Final = "app.kubernetes.io/name"
+MANAGED_BY_LABEL: Final = "app.kubernetes.io/managed-by"
+COMPONENT_LABEL: Final = "app.kubernetes.io/component"
+INSTANCE_LABEL: Final = "app.kubernetes.io/instance"
+
+OPERATOR_NAME: Final = "gym-operator"
+SERVER_NAME: Final = "gym-server"
+
+APPLIED_DIGEST: Final = f"{GROUP}/applied-digest"
+"""Annotation: digest of the manifest that the operator applied last."""
+CONFIG_DIGEST: Final = f"{GROUP}/config-digest"
+"""Annotation of a pod: digest of the settings it was started with."""
+
+FINALIZER: Final = f"{GROUP}/finalizer"
+
+DATA_PORT_NAME: Final = "data"
+CONTROL_PORT_NAME: Final = "control"
+HEALTH_PORT: Final = 8080
+"""Where the operator answers /healthz."""
+
+CONTROL_TOKEN_KEY: Final = "control-token"
+COOKIE_SECRET_KEY: Final = "cookie-secret"
+
+
+def workload(stack: str, server: str) -> str:
+    """The StatefulSet of a server, and its headless Service."""
+    return f"{stack}-{server}"
+
+
+def data_service(stack: str, server: str, cell: int | str) -> str:
+    """The Service through which peers reach a server of one cell. `cell` may be a placeholder."""
+    return f"{stack}-{server}-{cell}"
+
+
+def pod(stack: str, server: str, cell: int) -> str:
+    """The pod of a server in a cell, as its StatefulSet calls it."""
+    return f"{stack}-{server}-{cell}"
+
+
+def config_map(stack: str) -> str:
+    """The ConfigMap with the settings of every server."""
+    return f"{stack}-config"
+
+
+def control_secret(stack: str) -> str:
+    """The Secret with the control token and the cookie secret."""
+    return f"{stack}-control"
+
+
+def network_policy(stack: str) -> str:
+    """The NetworkPolicy of the stack's pods."""
+    return f"{stack}-servers"

@@ -1,0 +1,53 @@
+"""The ConfigMap with every server's settings, and the Secret that the stack's processes share."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from gym_operator.api import names
+from gym_operator.rules.workloads.common import Manifest, StackContext, child, stack_labels
+from gym_servers.stack.render import render_settings
+
+
+def settings_file(server: str) -> str:
+    """Key of a server's settings in the ConfigMap, and its file name in the pod."""
+    return f"{server}.json"
+
+
+def stack_settings(context: StackContext) -> dict[str, dict[str, Any]]:
+    """The settings of every server, by name, the same for all cells."""
+    return render_settings(
+        context.identity,
+        context.spec,
+        lambda server: f"http://{names.data_service(context.name, server, '{cell}')}:{names.DATA_PORT}",
+        image=context.spec.image or "",
+    )
+
+
+def settings_text(settings: dict[str, Any]) -> str:
+    """A server's settings as they stand in its file: the same text for the same settings."""
+    return json.dumps(settings, sort_keys=True, indent=2)
+
+
+def config_map(context: StackContext) -> Manifest:
+    """`<stack>-config`: one JSON document per server."""
+    files = {settings_file(name): settings_text(value) for name, value in stack_settings(context).items()}
+    return child(context, "v1", "ConfigMap", names.config_map(context.name), stack_labels(context), data=files)
+
+
+def control_secret(context: StackContext, control_token: str, cookie_secret: str) -> Manifest:
+    """`<stack>-control`, made once with random values and never changed.
+
+    The cookie secret must outlive every pod: sessions inside checkpoints are signed with it.
+    """
+    return child(
+        context,
+        "v1",
+        "Secret",
+        names.control_secret(context.name),
+        stack_labels(context),
+        type="Opaque",
+        immutable=True,
+        stringData={names.CONTROL_TOKEN_KEY: control_token, names.COOKIE_SECRET_KEY: cookie_secret},
+    )

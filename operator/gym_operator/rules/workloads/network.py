@@ -1,0 +1,32 @@
+"""The NetworkPolicy of a stack's pods: who may speak to which port."""
+
+from __future__ import annotations
+
+from gym_operator.api import names
+from gym_operator.rules.workloads.common import Manifest, StackContext, child, stack_labels
+
+NAMESPACE_NAME_LABEL = "kubernetes.io/metadata.name"
+
+
+def network_policy(context: StackContext) -> Manifest:
+    """`<stack>-servers`: control only for the operator, data only for pods that carry the stack's label."""
+    operator = {
+        "namespaceSelector": {"matchLabels": {NAMESPACE_NAME_LABEL: context.operator_namespace}},
+        "podSelector": {"matchLabels": {names.NAME_LABEL: names.OPERATOR_NAME}},
+    }
+    members = {"podSelector": {"matchLabels": {names.STACK_LABEL: context.name}}}
+    return child(
+        context,
+        "networking.k8s.io/v1",
+        "NetworkPolicy",
+        names.network_policy(context.name),
+        stack_labels(context),
+        spec={
+            "podSelector": {"matchLabels": {names.STACK_UID_LABEL: context.identity.uid}},
+            "policyTypes": ["Ingress"],
+            "ingress": [
+                {"from": [operator], "ports": [{"protocol": "TCP", "port": names.CONTROL_PORT_NAME}]},
+                {"from": [members], "ports": [{"protocol": "TCP", "port": names.DATA_PORT_NAME}]},
+            ],
+        },
+    )

@@ -1,0 +1,1 @@
+"""Checkpointed Gym servers: rollouts that survive the death of the process they run in."""

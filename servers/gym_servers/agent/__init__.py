@@ -1,0 +1,1 @@
+"""Agents: the turn loop between a policy model and tools."""

@@ -1,0 +1,298 @@
+"""The control plane of one participant: carries out what `protocol.phases` decides.
+
+State moves happen on the event loop without an await in between, so verbs and lease expiry are serialised. What
+takes long - waiting for readiness, freezing, reading records - looks at the generation again when it comes back:
+a resume, an expiry or a newer checkpoint in the meantime ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from gym_servers.control.lease import Lease
+from gym_servers.control.writes import Author, OpenStore, RecordWrite, read_back
+from gym_servers.participants.base import Participant, Scope, plan_restore
+from gym_servers.protocol import messages as m
+from gym_servers.protocol.errors import ProtocolError
+from gym_servers.protocol.identity import InvalidIdentity, parse_key
+from gym_servers.protocol.phases import LEASED, Input, Phase, Verdict, judge, moved, remember
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Commit:
+    request: m.CommitRequest
+    task: asyncio.Task[m.CommitReply]
+
+
+class ControlPlane:
+    """The verbs of the control API over one participant.
+
+    `open_store` opens a checkpoint's URI; `grace` is the lease in seconds; `wall` gives Unix time.
+    """
+
+    def __init__(
+        self,
+        participant: Participant,
+        author: Author,
+        open_store: OpenStore,
+        *,
+        grace: float,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self.participant, self.author = participant, author
+        self.gate = participant.gate
+        self._open_store, self._wall = open_store, wall
+        self._lease = Lease(grace, self._expired)
+        self._write: RecordWrite | None = None
+        self._commit: _Commit | None = None
+        self._restored: tuple[str, m.RestoreReply] | None = None
+        self._restored_from: str | None = None
+        self._restoring = asyncio.Lock()
+        self._retired = 0
+
+    # ---- prepare ------------------------------------------------------------------------------------------
+
+    async def prepare(self, request: m.PrepareRequest) -> m.PhaseReply:
+        """Close admission and wait for readiness until the deadline; not ready is a reply, not an error."""
+        verdict = judge(self.gate.control, Input.PREPARE, request.checkpoint_id)
+        if verdict is Verdict.PROCEED:
+            if self._write is not None and self._write.running:
+                raise ProtocolError(
+                    "checkpoint_conflict", f"checkpoint {self._write.status.checkpoint_id} is still being written"
+                )
+            self.gate.move(moved(self.gate.control, Input.PREPARE, request.checkpoint_id))
+            self._lease.renew()
+        self.participant.closing(frozenset(request.restarts))
+        generation = self.gate.control.generation
+
+        def settled() -> bool:
+            return self._over(generation) or self._ready()
+
+        await self._until(request.deadline_ts, settled)
+        if self._over(generation):
+            raise ProtocolError("stale_checkpoint", f"checkpoint {request.checkpoint_id} was ended meanwhile")
+        return m.PhaseReply(phase=self.gate.phase, report=self.report())
+
+    def _ready(self) -> bool:
+        """Readiness that was reached stays: what is parked cannot start again before resume."""
+        if self.gate.phase is Phase.PREPARING and self.participant.survey().ready:
+            self.gate.move(moved(self.gate.control, Input.READY))
+        return self.gate.phase is not Phase.PREPARING
+
+    def _over(self, generation: int) -> bool:
+        return self.gate.control.generation != generation or self.gate.control.checkpoint_id is None
+
+    # ---- commit -------------------------------------------------------------------------------------------
+
+    async def commit(self, request: m.CommitRequest) -> m.CommitReply:
+        """Freeze the records in scope and write them; with `background` reply once they are frozen."""
+        verdict = judge(self.gate.control, Input.COMMIT, request.checkpoint_id)
+        current = self._commit
+        if current is not None and current.request.checkpoint_id == request.checkpoint_id:
+            same = request.model_copy(update={"deadline_ts": current.request.deadline_ts}) == current.request
+            if not same:
+                raise ProtocolError(
+                    "checkpoint_conflict", "this checkpoint is committed with another directory or scope"
+                )
+            if not (current.task.done() and verdict is Verdict.PROCEED):
+                return await self._joined(current, request)
+        current = _Commit(request, asyncio.ensure_future(self._freeze(request)))
+        self._commit = current
+        return await self._joined(current, request)
+
+    async def _joined(self, commit: _Commit, request: m.CommitRequest) -> m.CommitReply:
+        reply = await self._before(request.deadline_ts, asyncio.shield(commit.task))
+        if request.background or self._write is None:
+            return reply
+        write = await self._before(request.deadline_ts, self._write.result())
+        return reply.model_copy(update={"manifest_digest": write.manifest_digest})
+
+    async def _freeze(self, request: m.CommitRequest) -> m.CommitReply:
+        generation = self.gate.control.generation
+        survey = self.participant.survey()
+        if not survey.ready:
+            raise ProtocolError("checkpoint_error", f"no longer ready: {survey.blockers[0].where}")
+        keys = frozenset(request.episode_ids) if request.episode_ids is not None else None
+        export = asyncio.ensure_future(self.participant.export(Scope(keys, frozenset(request.live))))
+        ended = asyncio.ensure_future(self.gate.wait_until(lambda: self._over(generation)))
+        try:
+            await self._before(
+                request.deadline_ts, asyncio.wait({export, ended}, return_when=asyncio.FIRST_COMPLETED)
+            )
+            if self._over(generation):
+                raise ProtocolError("stale_checkpoint", f"checkpoint {request.checkpoint_id} was ended meanwhile")
+            records = export.result()
+        finally:
+            export.cancel()
+            ended.cancel()
+        episodes = sorted(set(survey.episodes or ()) & set(records)) if survey.episodes is not None else []
+        self.gate.move(moved(self.gate.control, Input.COMMIT))
+        self._write = RecordWrite(
+            self._open_store,
+            self.author,
+            request.checkpoint_id,
+            request.checkpoint_dir,
+            records,
+            episodes,
+            background=request.background,
+        )
+        return m.CommitReply(
+            phase=self.gate.phase,
+            manifest_digest=None,
+            episodes=episodes,
+            records=len(records),
+            bytes=self._write.status.bytes,
+        )
+
+    # ---- restore, resume ----------------------------------------------------------------------------------
+
+    async def restore(self, request: m.RestoreRequest) -> m.RestoreReply:
+        """Read and check every record off the event loop, then install them in one step, or none."""
+        async with self._restoring:
+            verdict = judge(self.gate.control, Input.RESTORE, request.checkpoint_id)
+            if verdict is Verdict.REPEAT and self._restored is not None:
+                return self._restored[1]
+            if request.cell_attempt < self.gate.fence.floor:
+                raise ProtocolError("stale_attempt", f"a later recovery than {request.cell_attempt} was here")
+            try:
+                plan = plan_restore(request.episode_ids, request.cell_attempt, request.attempts)
+            except InvalidIdentity as error:
+                raise ProtocolError("invalid_request", str(error)) from error
+
+            def read() -> tuple[str, object]:
+                manifest, records = read_back(
+                    self._open_store, self.author, request.checkpoint_dir, request.manifest_digest
+                )
+                return manifest.checkpoint_id, self.participant.read(records, plan)
+
+            source, staged = await self._before(request.deadline_ts, asyncio.to_thread(read))
+            judge(self.gate.control, Input.RESTORE, request.checkpoint_id)
+            self.gate.fence.raise_floor(request.cell_attempt)
+            restored = self.participant.install(staged)
+            self.gate.move(moved(self.gate.control, Input.RESTORE, request.checkpoint_id))
+            self._lease.renew()
+            reply = m.RestoreReply(phase=self.gate.phase, source_checkpoint_id=source, restored=sorted(restored))
+            self._restored, self._restored_from = (request.checkpoint_id, reply), request.checkpoint_id
+            return reply
+
+    async def resume(self, request: m.ResumeRequest) -> m.PhaseReply:
+        """Open admission: after a checkpoint, a restore, or a start that has nothing to restore."""
+        checkpoint_id = request.checkpoint_id
+        if judge(self.gate.control, Input.RESUME, checkpoint_id) is Verdict.NOTHING:
+            self.gate.control = remember(self.gate.control, checkpoint_id)
+            return m.PhaseReply(phase=self.gate.phase)
+        if self.gate.phase is Phase.STARTING:
+            self.gate.fence.raise_floor(request.cell_attempt or 0)
+        self._reopen(Input.RESUME, checkpoint_id)
+        return m.PhaseReply(phase=self.gate.phase)
+
+    def _reopen(self, by: Input, checkpoint_id: str | None = None) -> None:
+        self._lease.end()
+        if self._write is not None and not self._write.background:
+            self._write.stop()
+        self._commit = None
+        self.gate.move(moved(self.gate.control, by, checkpoint_id))
+        if self.gate.is_open:
+            self.participant.resumed()
+
+    def _expired(self) -> None:
+        if self.gate.phase not in LEASED:
+            return
+        if self.gate.phase is Phase.RESTORED:
+            self.participant.uninstall()
+            self._restored, self._restored_from = None, None
+        # A commit whose coordinator vanished must not be published by what it left running.
+        if self._write is not None and self.gate.phase is Phase.COMMITTED:
+            self._write.stop()
+        self._reopen(Input.EXPIRE)
+
+    # ---- retire, forget, renew, status --------------------------------------------------------------------
+
+    async def retire(self, request: m.RetireRequest) -> m.RetireReply:
+        """Mark the episodes stale, stop their work, free their state, then reply. Repeatable."""
+        self._require_settled("retire")
+        try:
+            episodes = [parse_key(key) for key in request.episode_ids]
+        except InvalidIdentity as error:
+            raise ProtocolError("invalid_request", str(error)) from error
+        for episode in episodes:
+            self.gate.fence.mark(episode.rollout_id, episode.attempt)
+        await self._before(request.deadline_ts, self.participant.retire(episodes))
+        self._retired += len(episodes)
+        return m.RetireReply(retired=[episode.key for episode in episodes])
+
+    async def forget(self, request: m.ForgetRequest) -> m.ForgetReply:
+        """These rollouts are over: drop their watermarks and what was kept for their duplicates."""
+        self._require_settled("forget")
+        for rollout in request.rollout_ids:
+            self.gate.fence.forget(rollout)
+        self.participant.forget(request.rollout_ids)
+        return m.ForgetReply(forgotten=request.rollout_ids)
+
+    def _require_settled(self, verb: str) -> None:
+        if self.gate.phase not in (Phase.IDLE, Phase.RESTORED):
+            raise ProtocolError("invalid_phase", f"{verb} is not possible in phase {self.gate.phase}")
+
+    def renew(self, request: m.RenewRequest) -> m.RenewReply:
+        """Extend the lease. Raises `stale_checkpoint` where this checkpoint is not open here any more."""
+        if self.gate.control.checkpoint_id != request.checkpoint_id or self.gate.phase not in LEASED:
+            raise ProtocolError("stale_checkpoint", f"checkpoint {request.checkpoint_id} is not open here")
+        self._lease.renew()
+        return m.RenewReply(lease_expires_at=self._lease.expires_at() or 0.0)
+
+    def report(self) -> m.Report:
+        survey = self.participant.survey()
+        blockers = sorted(survey.blockers, key=lambda blocker: -blocker.age_seconds)
+        return m.Report(
+            ready=survey.ready,
+            blockers=blockers[: m.MAX_BLOCKERS],
+            blocker_count=len(blockers),
+            counts=dict(survey.counts),
+            restarts=sorted(survey.restarts),
+            episodes=None if survey.episodes is None else sorted(survey.episodes),
+        )
+
+    def status(self) -> m.Status:
+        control = self.gate.control
+        return m.Status(
+            kind=self.author.kind,
+            instance=self.author.instance,
+            session=self.author.session,
+            phase=control.phase,
+            cell_attempt=self.gate.fence.floor,
+            restored_from=self._restored_from,
+            checkpoint_id=control.checkpoint_id,
+            lease_expires_at=self._lease.expires_at(),
+            write=self._write.status if self._write is not None else None,
+            report=self.report(),
+            retired=self._retired,
+            to_retire=self.participant.to_retire(),
+            to_forget=self.participant.to_forget()[:1000],
+            progress=self.participant.progress(),
+            problem=self.participant.problem,
+        )
+
+    # ---- deadlines ----------------------------------------------------------------------------------------
+
+    def _remaining(self, deadline_ts: float) -> float:
+        return max(0.0, deadline_ts - self._wall())
+
+    async def _until(self, deadline_ts: float, condition: Callable[[], bool]) -> None:
+        try:
+            async with asyncio.timeout(self._remaining(deadline_ts)):
+                await self.gate.wait_until(condition)
+        except TimeoutError:
+            pass
+
+    async def _before(self, deadline_ts: float, work: Awaitable[T]) -> T:
+        try:
+            async with asyncio.timeout(self._remaining(deadline_ts)):
+                return await work
+        except TimeoutError as error:
+            raise ProtocolError("deadline_exceeded", "not done by the deadline; it can be asked again") from error

@@ -1,0 +1,126 @@
+"""A participant's records on their way to storage, and back."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from gym_servers.protocol.errors import ProtocolError
+from gym_servers.protocol.messages import Write
+from gym_servers.storage.manifest import CodeIdentity, Manifest, PackEntry, RecordEntry
+from gym_servers.storage.packs import load_manifest, load_records, pack_records, write_records
+from gym_servers.storage.store import ObjectStore, StorageError
+
+OpenStore = Callable[[str], ObjectStore]
+
+
+@dataclass(frozen=True)
+class Author:
+    """Who writes: goes into every manifest."""
+
+    kind: str
+    instance: str
+    session: str
+    code: CodeIdentity
+
+    @property
+    def directory(self) -> str:
+        return f"{self.kind}/{self.instance}"
+
+
+class Stopped(Exception):
+    """The checkpoint was given up: its manifest must not appear any more."""
+
+
+class RecordWrite:
+    """Frozen records being written. It belongs to its own records alone and may outlive the checkpoint's pause."""
+
+    def __init__(
+        self,
+        open_store: OpenStore,
+        author: Author,
+        checkpoint_id: str,
+        uri: str,
+        records: Mapping[str, bytes],
+        episodes: list[str],
+        *,
+        background: bool,
+    ) -> None:
+        self.background = background
+        self.status = Write(
+            checkpoint_id=checkpoint_id,
+            state="writing",
+            records=len(records),
+            bytes=sum(map(len, records.values())),
+        )
+        self._stopped = threading.Event()
+
+        def manifest(packs: list[PackEntry], entries: list[RecordEntry]) -> Manifest:
+            # The last look before the manifest makes the records visible.
+            if self._stopped.is_set():
+                raise Stopped
+            return Manifest(
+                checkpoint_id=checkpoint_id,
+                kind=author.kind,
+                instance=author.instance,
+                session=author.session,
+                code=author.code,
+                episodes=episodes,
+                packs=packs,
+                records=entries,
+            )
+
+        def write() -> str:
+            packs = pack_records(author.directory, records)
+            return write_records(open_store(uri), author.directory, packs, manifest)
+
+        self.task = asyncio.ensure_future(self._run(write))
+
+    async def _run(self, write: Callable[[], str]) -> None:
+        try:
+            digest = await asyncio.to_thread(write)
+            self.status = self.status.model_copy(update={"state": "done", "manifest_digest": digest})
+        except Stopped:
+            self.status = self.status.model_copy(update={"state": "stopped"})
+        except StorageError as error:
+            self.status = self.status.model_copy(update={"state": "failed", "detail": str(error)})
+
+    @property
+    def running(self) -> bool:
+        return not self.task.done()
+
+    def stop(self) -> None:
+        """No manifest from now on, unless it is on its way already; then the checkpoint's tombstone decides."""
+        self._stopped.set()
+
+    async def result(self) -> Write:
+        """The outcome. Raises `checkpoint_error` where the records could not be made durable."""
+        await asyncio.shield(self.task)
+        if self.status.state != "done":
+            raise ProtocolError("checkpoint_error", self.status.detail or "the write was stopped")
+        return self.status
+
+
+def read_back(
+    open_store: OpenStore, author: Author, uri: str, digest: str | None
+) -> tuple[Manifest, dict[str, bytes]]:
+    """The records this participant wrote into a checkpoint, every digest checked. Blocks.
+
+    Raises `invalid_checkpoint_state` for records that are not whole or not ours, `checkpoint_error` where storage
+    cannot be reached.
+    """
+    try:
+        store = open_store(uri)
+        manifest, _ = load_manifest(store, author.directory, digest)
+        theirs, ours = manifest.code, author.code
+        if (theirs.server, theirs.record_format) != (ours.server, ours.record_format):
+            raise ProtocolError(
+                "invalid_checkpoint_state",
+                f"{author.directory} was written by server {theirs.server} with record format "
+                f"{theirs.record_format}; this is {ours.server} with format {ours.record_format}",
+            )
+        return manifest, load_records(store, manifest)
+    except StorageError as error:
+        raise ProtocolError("checkpoint_error", str(error)) from error

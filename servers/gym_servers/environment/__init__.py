@@ -1,0 +1,1 @@
+"""Environment servers: they own episodes and lead them through their stages."""

@@ -1,0 +1,1 @@
+"""Journals: what really happened, kept outside of what may be killed. The proofs count from them."""

@@ -1,0 +1,125 @@
+"""What the control plane asks of a participant, whatever its kind."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gym_servers.participants.gate import Gate
+from gym_servers.protocol.errors import ProtocolError
+from gym_servers.protocol.identity import Episode, next_attempt, parse_key
+from gym_servers.protocol.messages import Blocker
+
+
+@dataclass(frozen=True)
+class Survey:
+    """One look at what is live. `blockers` are (id, where, age in seconds); none means ready.
+
+    `restarts`: capture keys that cannot be continued. `episodes` (environment only): those that can.
+    """
+
+    blockers: Sequence[Blocker] = ()
+    counts: Mapping[str, int] = field(default_factory=dict)
+    restarts: frozenset[str] = frozenset()
+    episodes: frozenset[str] | None = None
+
+    @property
+    def ready(self) -> bool:
+        return not self.blockers
+
+
+@dataclass(frozen=True)
+class Scope:
+    """The episodes a commit must continue. `keys` is None where a coordinator names none: then everything that
+    can be exported is. `live`: running at the environment, yet not to be continued."""
+
+    keys: frozenset[str] | None
+    live: frozenset[str] = frozenset()
+
+    def covers(self, key: str) -> bool:
+        return self.keys is None or key in self.keys
+
+
+@dataclass(frozen=True)
+class RestorePlan:
+    """Which recorded episodes are installed, and under which attempt each continues."""
+
+    episodes: Mapping[str, Episode]  # capture key as recorded -> episode as restored
+
+    def restored(self, key: str) -> Episode | None:
+        return self.episodes.get(key)
+
+
+def plan_restore(keys: Collection[str], cell_attempt: int, attempts: Mapping[str, int]) -> RestorePlan:
+    """The plan of the attempt rule (protocol section 1). Raises `stale_attempt` for an entry of `attempts` that
+    is below the floor or not above the recorded attempt, InvalidIdentity for a key that names no episode."""
+    episodes = {}
+    for key in keys:
+        recorded = parse_key(key)
+        wanted = attempts.get(recorded.rollout_id)
+        if wanted is not None and (wanted < cell_attempt or wanted <= recorded.attempt):
+            raise ProtocolError(
+                "stale_attempt",
+                f"{recorded.rollout_id} cannot continue as attempt {wanted}: recorded under "
+                f"{recorded.attempt}, floor {cell_attempt}",
+            )
+        attempt = wanted if wanted is not None else next_attempt(recorded.attempt, cell_attempt)
+        episodes[key] = recorded.under(attempt)
+    return RestorePlan(episodes)
+
+
+class Participant(abc.ABC):
+    """One server process as the control plane sees it. All methods run on the event loop, `read` in a thread."""
+
+    kind: str
+    problem: str = ""  # what keeps this process from its work, for people; empty where nothing does
+
+    def __init__(self, gate: Gate) -> None:
+        self.gate = gate
+
+    @abc.abstractmethod
+    def survey(self) -> Survey:
+        """What is live now. Cheap: it is asked after every change while a prepare waits."""
+
+    @abc.abstractmethod
+    async def export(self, scope: Scope) -> dict[str, bytes]:
+        """The records in scope, frozen: nothing that happens later changes these bytes."""
+
+    @abc.abstractmethod
+    def read(self, records: Mapping[str, bytes], plan: RestorePlan) -> Any:
+        """Validate every record and build what `install` needs, touching nothing live.
+
+        Raises ProtocolError `invalid_checkpoint_state` where a record is not usable."""
+
+    @abc.abstractmethod
+    def install(self, staged: Any) -> list[str]:
+        """Make the staged records live in one step; the capture keys that are now restored."""
+
+    @abc.abstractmethod
+    def uninstall(self) -> None:
+        """Undo an install: its restore was given up."""
+
+    @abc.abstractmethod
+    async def retire(self, episodes: Sequence[Episode]) -> None:
+        """Stop and free the work of these episodes and of their rollouts' earlier attempts, then return.
+        Repeatable; the watermark is already set."""
+
+    def closing(self, restarts: frozenset[str]) -> None:  # noqa: B027 - most kinds need no reaction
+        """Admission has just closed for a checkpoint; `restarts` were reported by earlier stages."""
+
+    def resumed(self) -> None:  # noqa: B027 - most kinds only wait at the gate
+        """Admission is open again."""
+
+    def forget(self, rollout_ids: Collection[str]) -> None:  # noqa: B027 - nothing kept per rollout
+        """These rollouts are over for good: drop what was kept to answer their duplicates."""
+
+    def to_retire(self) -> list[str]:
+        return []
+
+    def to_forget(self) -> list[str]:
+        return []
+
+    def progress(self) -> dict[str, int]:
+        return {}

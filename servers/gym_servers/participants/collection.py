@@ -1,0 +1,264 @@
+"""The collection participant: the driver that sends `/run` and keeps the rows.
+
+A rollout is either durable in the output, or running in the restorable set, or it starts over. prepare stops
+dispatching and is ready at once; commit waits for every answer that is under way, so that no rollout falls
+between the output and the environment's boundaries. Everything about rows is asked of the `Output`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from gym_servers.participants.base import Participant, RestorePlan, Scope, Survey
+from gym_servers.participants.gate import Gate
+from gym_servers.participants.records import from_bytes, reading, to_bytes
+from gym_servers.protocol.errors import ProtocolError
+from gym_servers.protocol.identity import Episode, next_attempt
+from gym_servers.storage.store import StorageError
+
+RETRY_SECONDS = 0.5  # between tries of a `/run` that was not admitted or whose environment did not answer
+OUTPUT_RETRY_SECONDS = 1.0
+RECORD = "driver"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One rollout to collect: the task's row, and which of its repeats this is."""
+
+    id: str
+    row: Mapping[str, Any]
+    task_index: int
+    repeat: int
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """The environment's answer: a result row, or a failure that may be tried again."""
+
+    row: Mapping[str, Any] | None
+    failure: Mapping[str, Any] | None = None
+
+
+class NotAnswered(Exception):
+    """The environment could not be asked; the same episode may be sent again: it runs once."""
+
+
+class Output(Protocol):
+    """Where rows go. All calls are durable when they return; a row is kept once per rollout."""
+
+    async def done(self) -> set[str]:
+        """Rollouts with a durable row."""
+
+    async def save(self, rollout: Rollout, episode: Episode, row: Mapping[str, Any]) -> None:
+        """Keep a row. Where the rollout has one already, that one stands."""
+
+    async def save_failure(self, rollout: Rollout, episode: Episode, failure: Mapping[str, Any]) -> None:
+        """Keep the failure of one attempt."""
+
+    async def finish(self, complete: bool) -> None:
+        """Write the result files."""
+
+
+Run = Callable[[Episode, Rollout], Awaitable[RunResult]]
+PersistAttempt = Callable[[int], Awaitable[None]]
+
+
+class CollectionParticipant(Participant):
+    """Drives `rollouts` with bounded concurrency.
+
+    `run` sends one `/run`; it raises ProtocolError for a refusal and NotAnswered where no answer came.
+    `persist_attempt` makes an attempt number durable before work starts under it.
+    """
+
+    kind = "collection"
+
+    def __init__(
+        self,
+        gate: Gate,
+        rollouts: Sequence[Rollout],
+        output: Output,
+        run: Run,
+        persist_attempt: PersistAttempt,
+        *,
+        concurrency: int,
+        max_failures: int,
+        problem: str = "",
+    ) -> None:
+        super().__init__(gate)
+        self._rollouts = {rollout.id: rollout for rollout in rollouts}
+        self._output, self._run, self._persist = output, run, persist_attempt
+        self._concurrency, self._max_failures = concurrency, max_failures
+        self._done: set[str] = set()
+        self._failed: set[str] = set()
+        self._attempts: dict[str, int] = {}  # last attempt under which a rollout was sent, or is to be sent
+        self._continued: dict[str, Episode] = {}  # restored, not answered yet
+        self._outstanding: dict[str, Episode] = {}
+        self._persisted = 0
+        self._forgettable: set[str] = set()
+        self._finished = False
+        self.problem = problem
+
+    async def load(self) -> None:
+        """Look at what the output holds already, so that a restored episode with a row can be told apart."""
+        done = await self._durably(self._output.done)
+        self._done = done & set(self._rollouts)
+
+    async def _durably(self, write: Callable[[], Awaitable[T]]) -> T:
+        """Ask the output until it answers: a row is never dropped because storage was away for a while."""
+        while True:
+            try:
+                result = await write()
+                self.problem = ""
+                return result
+            except StorageError as error:
+                self.problem = str(error)
+                await asyncio.sleep(OUTPUT_RETRY_SECONDS)
+
+    # ---- driving ------------------------------------------------------------------------------------------
+
+    async def drive(self) -> None:
+        """Send every rollout that has no row, continued ones first, until all are done or have failed."""
+        if not self._rollouts:
+            return
+        await self.load()
+        await self.gate.wait_open()
+        waiting = [r for r in self._rollouts if r not in self._done and r not in self._failed]
+        waiting.sort(key=lambda rollout: rollout not in self._continued)
+        queue = iter(waiting)
+
+        async def work() -> None:
+            for rollout in queue:
+                await self._collect(self._rollouts[rollout])
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(self._concurrency, len(waiting))):
+                group.create_task(work())
+        complete = len(self._done) == len(self._rollouts)
+        await self._durably(lambda: self._output.finish(complete))
+        self._finished = True
+        self.gate.touch()
+
+    async def _collect(self, rollout: Rollout) -> None:
+        failures = 0
+        while True:
+            await self.gate.wait_open()
+            episode = self._continued.get(rollout.id)
+            if episode is None:
+                episode = Episode(rollout.id, next_attempt(self._attempts.get(rollout.id), self.gate.fence.floor))
+                if not await self._used_up(episode.attempt):
+                    continue
+            self._attempts[rollout.id] = episode.attempt
+            self._outstanding[rollout.id] = episode
+            try:
+                result = await self._ask(episode, rollout)
+                if result is None:
+                    self._continued.pop(rollout.id, None)
+                    continue
+                if result.row is not None:
+                    await self._keep(rollout, episode, result.row)
+                    self._done.add(rollout.id)
+                    return
+                failures += 1
+                await self._keep_failure(rollout, episode, result.failure or {})
+                if failures >= self._max_failures or (result.failure or {}).get("terminal"):
+                    self._failed.add(rollout.id)
+                    return
+                self._continued.pop(rollout.id, None)
+            finally:
+                del self._outstanding[rollout.id]
+                if rollout.id in self._done or rollout.id in self._failed:
+                    self._continued.pop(rollout.id, None)
+                    self._forgettable.add(rollout.id)
+                self.gate.touch()
+
+    async def _used_up(self, attempt: int) -> bool:
+        """Make an attempt number durable before work starts under it: the cell's next attempt must be above it.
+        False where a checkpoint opened meanwhile."""
+        if attempt > max(self.gate.fence.floor, self._persisted):
+            await self._durably(lambda: self._persist(attempt))
+            self._persisted = attempt
+        return self.gate.is_open
+
+    async def _keep(self, rollout: Rollout, episode: Episode, row: Mapping[str, Any]) -> None:
+        await self._durably(lambda: self._output.save(rollout, episode, row))
+
+    async def _keep_failure(self, rollout: Rollout, episode: Episode, failure: Mapping[str, Any]) -> None:
+        await self._durably(lambda: self._output.save_failure(rollout, episode, failure))
+
+    async def _ask(self, episode: Episode, rollout: Rollout) -> RunResult | None:
+        """The answer to `/run`; None where the attempt can never be answered and has to start over."""
+        while True:
+            try:
+                return await self._run(episode, rollout)
+            except ProtocolError as refusal:
+                if refusal.code in ("stale_attempt", "session_lost", "checkpoint_conflict"):
+                    return None
+                if refusal.code != "admission_closed":
+                    return RunResult(None, {"failure_reason": str(refusal), "terminal": True})
+            except NotAnswered:
+                pass
+            await asyncio.sleep(RETRY_SECONDS)
+
+    # ---- participant --------------------------------------------------------------------------------------
+
+    def survey(self) -> Survey:
+        return Survey((), {"outstanding": len(self._outstanding), "rows": len(self._done)})
+
+    async def export(self, scope: Scope) -> dict[str, bytes]:
+        def answered() -> bool:
+            return all(
+                scope.covers(episode.key) or episode.key in scope.live for episode in self._outstanding.values()
+            )
+
+        if scope.keys is not None:
+            await self.gate.wait_until(answered)
+        attempts = {r: a for r, a in self._attempts.items() if r not in self._done}
+        return {RECORD: to_bytes({"attempts": attempts, "failed": sorted(self._failed)})}
+
+    def read(
+        self, records: Mapping[str, bytes], plan: RestorePlan
+    ) -> tuple[dict[str, int], set[str], dict[str, Episode]]:
+        if RECORD not in records:
+            raise ProtocolError("invalid_checkpoint_state", "the driver's record is missing")
+        record = from_bytes(RECORD, records[RECORD])
+        with reading(RECORD):
+            attempts = {str(r): int(a) for r, a in record["attempts"].items()}
+            failed = set(record["failed"])
+        continued = {e.rollout_id: e for e in plan.episodes.values() if e.rollout_id in self._rollouts}
+        return attempts, failed, continued
+
+    def install(self, staged: tuple[dict[str, int], set[str], dict[str, Episode]]) -> list[str]:
+        self._attempts, self._failed, continued = staged
+        self._continued = continued
+        return [episode.key for episode in continued.values()]
+
+    def uninstall(self) -> None:
+        self._attempts, self._failed, self._continued = {}, set(), {}
+
+    async def retire(self, episodes: Sequence[Episode]) -> None:
+        for episode in episodes:
+            if self._continued.get(episode.rollout_id) == episode:
+                del self._continued[episode.rollout_id]
+
+    def to_retire(self) -> list[str]:
+        """Restored episodes whose row is durable already: the output was ahead of the checkpoint."""
+        return [e.key for r, e in self._continued.items() if r in self._done]
+
+    def to_forget(self) -> list[str]:
+        return sorted(self._forgettable)
+
+    def forget(self, rollout_ids: Collection[str]) -> None:
+        self._forgettable.difference_update(rollout_ids)
+
+    def progress(self) -> dict[str, int]:
+        return {
+            "expected": len(self._rollouts),
+            "rows": len(self._done),
+            "failed": len(self._failed),
+            "complete": int(self._finished),
+        }

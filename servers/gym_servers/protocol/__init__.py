@@ -1,0 +1,1 @@
+"""The checkpoint protocol as pure values and rules: no I/O, no clock, no event loop."""

@@ -1,0 +1,141 @@
+"""Bodies of the control API (`/ng-control/v1/checkpoint`). Unknown fields are rejected, sizes are bounded.
+
+`deadline_ts` is absolute Unix time in seconds; a receiver turns it into monotonic time at once. Fields that
+extend the partial-rollout control API of NeMo Gym have defaults, so that a foreign coordinator works unchanged.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+PREFIX = "/ng-control/v1/checkpoint"
+MAX_BLOCKERS = 100
+
+CheckpointId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
+CaptureKey = Annotated[str, StringConstraints(min_length=1, max_length=240)]
+RolloutId = Annotated[str, StringConstraints(min_length=1, max_length=200)]
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Verb(Message):
+    checkpoint_id: CheckpointId
+    deadline_ts: float = Field(gt=0, allow_inf_nan=False)
+
+
+class PrepareRequest(Verb):
+    restarts: list[CaptureKey] = []
+
+
+class RenewRequest(Verb):
+    pass
+
+
+class CommitRequest(Verb):
+    checkpoint_dir: str
+    episode_ids: list[CaptureKey] | None = None
+    live: list[CaptureKey] = []  # (+) running at the environment though not in scope: no answer will come
+    background: bool = False
+
+
+class RestoreRequest(Verb):
+    checkpoint_dir: str
+    episode_ids: list[CaptureKey]
+    cell_attempt: int = Field(0, ge=0)
+    attempts: dict[RolloutId, int] = {}
+    manifest_digest: str | None = None  # (+) the manifest's SHA-256 as published; another one is refused
+
+
+class ResumeRequest(Verb):
+    cell_attempt: int | None = Field(None, ge=0)
+
+
+class RetireRequest(Verb):
+    episode_ids: list[CaptureKey] = Field(min_length=1)
+
+
+class ForgetRequest(Verb):
+    rollout_ids: list[RolloutId] = Field(min_length=1)
+
+
+class Blocker(Message):
+    """What a checkpoint waits for: `id` is an episode or session, `where` the step it is in."""
+
+    id: str
+    where: str
+    age_seconds: float
+
+
+class Report(Message):
+    """A participant's readiness. `episodes` (environment only) are the exportable ones."""
+
+    ready: bool
+    blockers: list[Blocker] = []
+    blocker_count: int = 0
+    counts: dict[str, int] = {}
+    restarts: list[str] = []
+    episodes: list[str] | None = None
+
+
+class Write(Message):
+    """A write that goes on behind the reply of a background commit."""
+
+    checkpoint_id: str
+    state: Literal["writing", "done", "failed", "stopped"]
+    manifest_digest: str | None = None
+    records: int = 0
+    bytes: int = 0
+    detail: str = ""
+
+
+class Status(Message):
+    kind: str
+    instance: str
+    session: str
+    phase: str
+    cell_attempt: int
+    restored_from: str | None = None
+    checkpoint_id: str | None = None
+    lease_expires_at: float | None = None
+    write: Write | None = None
+    report: Report
+    retired: int = 0
+    to_retire: list[str] = []
+    to_forget: list[str] = []
+    progress: dict[str, int] = {}  # (+) collection: expected, rows, failed, complete
+    problem: str = ""  # (+) what keeps the process from its work, for people
+
+
+class PhaseReply(Message):
+    phase: str
+    report: Report | None = None
+
+
+class RenewReply(Message):
+    lease_expires_at: float
+
+
+class CommitReply(Message):
+    phase: str
+    manifest_digest: str | None  # None: still being written; status tells
+    episodes: list[str]
+    records: int
+    bytes: int
+
+
+class RestoreReply(Message):
+    phase: str
+    source_checkpoint_id: str
+    restored: list[str]
+
+
+class RetireReply(Message):
+    retired: list[str]
+
+
+class ForgetReply(Message):
+    forgotten: list[str]

@@ -1,0 +1,41 @@
+"""Server names to code: the project's own servers by name, a user's by `package.module:Class`."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+
+from gym_servers.stack.settings import SettingsError
+
+KNOWN: Mapping[str, frozenset[str]] = {
+    "environment": frozenset({"single-agent-turn"}),
+    "agent": frozenset({"simple-agent"}),
+    "model": frozenset({"scripted"}),
+    "resources": frozenset({"counter"}),
+    "collection": frozenset({"collection"}),
+}
+_CLASSES = {"counter": "gym_servers.resources.counter:CounterServer"}
+
+
+def check_server(kind: str, server: str) -> None:
+    """Raise SettingsError for a name that is neither ours nor a class of the user's image."""
+    if server in KNOWN[kind]:
+        return
+    if kind == "resources" and ":" in server:
+        return
+    known = ", ".join(sorted(KNOWN[kind]))
+    own = " or package.module:Class of your image" if kind == "resources" else ""
+    raise SettingsError(f"{server!r} is not a known {kind} server; use {known}{own}")
+
+
+def load_class(server: str) -> type:
+    """The class behind a resources server's name. Raises SettingsError."""
+    target = _CLASSES.get(server, server)
+    module, _, name = target.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise SettingsError(f"cannot load server {server!r}: {error}") from error
+    if not isinstance(found, type):
+        raise SettingsError(f"{server!r} is not a class")
+    return found

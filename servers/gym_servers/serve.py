@@ -1,0 +1,84 @@
+"""Runs one server process: its data port, and its control port where checkpointing is on.
+
+The process begins closed; whoever coordinates the cell opens it. It ends at once on SIGTERM: what it holds is safe
+in a checkpoint or it is not, and waiting changes neither.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import Iterator
+
+import uvicorn
+from fastapi import FastAPI
+
+from gym_servers.assemble import Server, assemble
+from gym_servers.control.app import control_app
+from gym_servers.control.plane import ControlPlane
+from gym_servers.stack.settings import ServerSettings, read_secret
+
+log = logging.getLogger("gym_servers")
+
+
+class _Uvicorn(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are the process's, not one of its servers'."""
+        yield
+
+
+def listener(app: FastAPI, host: str, port: int) -> uvicorn.Server:
+    return _Uvicorn(
+        uvicorn.Config(
+            app,
+            host=host,
+            port=port,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            timeout_keep_alive=75,
+            backlog=1024,
+        )
+    )
+
+
+def serve(settings: ServerSettings) -> None:
+    """Serve until SIGTERM or SIGINT. Raises SettingsError before anything is opened."""
+    server = assemble(settings, read_secret("GYM_COOKIE_SECRET"))
+    listeners = [listener(server.app, settings.host, settings.data_port)]
+    if settings.checkpoint.enabled:
+        plane = ControlPlane(
+            server.participant, server.author, server.open_store, grace=settings.checkpoint.lease_grace_seconds
+        )
+        control = control_app(plane, read_secret("GYM_CONTROL_TOKEN"))
+        listeners.insert(0, listener(control, settings.host, settings.control_port))
+    asyncio.run(run(listeners, server))
+
+
+async def run(listeners: list[uvicorn.Server], server: Server | None = None) -> None:
+    """Run listeners, and a server's background work, until a signal or until one of them fails."""
+    loop = asyncio.get_running_loop()
+
+    def end() -> None:
+        for each in listeners:
+            each.should_exit = each.force_exit = True
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, end)
+    background = None
+    if server is not None and server.background is not None:
+        background = asyncio.ensure_future(server.background())
+        background.add_done_callback(_report)
+    try:
+        await asyncio.gather(*(each.serve() for each in listeners))
+    finally:
+        if background is not None:
+            background.cancel()
+
+
+def _report(task: asyncio.Future[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("background work failed: %s", error, exc_info=error)

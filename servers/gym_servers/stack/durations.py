@@ -1,0 +1,44 @@
+"""Durations as people write them in a manifest: a whole number and one unit, such as `60s`, `2m` or `1h`.
+
+One unit only, so that every duration has one spelling and the schema's pattern is the whole grammar.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Final
+
+from pydantic import StringConstraints
+
+from gym_servers.stack.wire import Checked, rule
+
+LONGEST_SECONDS: Final = 24 * 3600
+_PATTERN = r"^[1-9][0-9]{0,4}(s|m|h)$"
+_SECONDS = {"s": 1, "m": 60, "h": 3600}
+_HINT = "write a whole number and a unit: 60s, 2m or 1h"
+_TOO_LONG = "a duration is at most 24h"
+
+
+def parse_duration(text: str) -> int:
+    """Seconds of a duration such as `60s`. Raises ValueError that says how to write one."""
+    if not re.fullmatch(_PATTERN, text):
+        raise ValueError(_HINT)
+    seconds = int(text[:-1]) * _SECONDS[text[-1]]
+    if seconds > LONGEST_SECONDS:
+        raise ValueError(_TOO_LONG)
+    return seconds
+
+
+Duration = Annotated[
+    str,
+    StringConstraints(max_length=6),
+    Checked(
+        parse_duration,
+        (
+            rule(f"self.matches(r'{_PATTERN}')", _HINT),
+            # What is no duration has been refused by the first rule; converting it would only add noise.
+            rule(f"!self.matches(r'{_PATTERN}') || duration(self) <= duration('24h')", _TOO_LONG),
+        ),
+    ),
+]
+"""A duration in a manifest; `parse_duration` gives its seconds."""

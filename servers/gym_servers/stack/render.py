@@ -1,0 +1,118 @@
+"""From a stack's spec to the settings of each of its processes, and to the place of its checkpoints.
+
+The operator and the local runner both call this, so that a stack means the same in a cluster and on a laptop.
+Only addresses and ports differ, and those the caller gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from gym_servers.stack.settings import (
+    CONTROL_PORT,
+    DATA_PORT,
+    CheckpointSettings,
+    CollectionSettings,
+    Peer,
+    S3Settings,
+    ServerSettings,
+    StackIdentity,
+    StorageSettings,
+)
+from gym_servers.stack.spec import Participant, StackSpec, StorageSpec
+
+
+@dataclass(frozen=True)
+class Ports:
+    """Where a process listens: its peers' calls, and the coordinator's."""
+
+    data: int = DATA_PORT
+    control: int = CONTROL_PORT
+
+
+def render_settings(
+    identity: StackIdentity,
+    spec: StackSpec,
+    address_of: Callable[[str], str],
+    *,
+    host: str = "0.0.0.0",
+    ports_of: Callable[[str], Ports] = lambda name: Ports(),
+    image: str = "",
+) -> dict[str, dict[str, Any]]:
+    """The settings of every process of one cell, by server name, as plain JSON.
+
+    `address_of` gives the data URL of a server; it may contain `{cell}`, which each process replaces with its
+    own cell. Values that equal the default are left out, so that a new setting in a later version does not
+    look like a change to stacks that do not use it.
+    """
+    participants = spec.participants()
+    # Nobody calls the driver, so it is nobody's peer.
+    peers = {p.name: Peer(kind=p.kind, url=address_of(p.name)) for p in participants if p.kind != "collection"}
+    return {
+        participant.name: ServerSettings(
+            stack=identity,
+            name=participant.name,
+            kind=participant.kind,
+            server=participant.server,
+            config=dict(participant.config),
+            peers={name: peer for name, peer in peers.items() if name != participant.name},
+            host=host,
+            data_port=ports_of(participant.name).data,
+            control_port=ports_of(participant.name).control,
+            checkpoint=CheckpointSettings(enabled=spec.checkpoints.enabled),
+            storage=_storage(spec) if uses_storage(participant, spec) else StorageSettings(),
+            collection=_collection(spec) if participant.kind == "collection" else None,
+            image=image,
+        ).model_dump(mode="json", exclude_defaults=True)
+        for participant in participants
+    }
+
+
+def uses_storage(participant: Participant, spec: StackSpec) -> bool:
+    """Whether this process reads or writes the stack's storage, and so needs its credentials."""
+    return spec.checkpoints.storage is not None and (spec.checkpoints.enabled or participant.kind == "collection")
+
+
+def checkpoint_root(storage: StorageSpec | StorageSettings, identity: StackIdentity, cell: int) -> str:
+    """The URI below which a cell keeps its checkpoints.
+
+    It holds the stack's UID and not its name: a stack deleted and made again under the same name must never
+    take the old one's checkpoints for its own.
+    """
+    if storage.s3 is not None:
+        parts = [f"s3://{storage.s3.bucket}", storage.s3.prefix, identity.uid, f"cell-{cell}"]
+        return "/".join(part for part in parts if part)
+    assert storage.directory is not None  # StorageSpec holds exactly one of the two
+    return f"{storage.directory.rstrip('/')}/{identity.uid}/cell-{cell}"
+
+
+def _storage(spec: StackSpec) -> StorageSettings:
+    storage = spec.checkpoints.storage
+    if storage is None:
+        return StorageSettings()
+    if storage.s3 is None:
+        return StorageSettings(directory=storage.directory)
+    s3 = storage.s3
+    return StorageSettings(
+        s3=S3Settings(
+            bucket=s3.bucket,
+            prefix=s3.prefix,
+            endpoint=s3.endpoint,
+            region=s3.region,
+            addressing_style=s3.addressing_style,
+        )
+    )
+
+
+def _collection(spec: StackSpec) -> CollectionSettings | None:
+    if spec.collection is None:
+        return None
+    return CollectionSettings(
+        tasks=spec.collection.tasks,
+        output=spec.collection.output,
+        repeats=spec.collection.repeats,
+        concurrency=spec.collection.concurrency,
+        max_failures=spec.collection.max_failures,
+    )

@@ -1,0 +1,353 @@
+"""GymStack.spec: what a user writes to get a set of servers whose rollouts survive the death of their pods.
+
+The one description of it: the CRD is generated from these types, the operator and the local runner read
+manifests through them, and `render` turns them into the settings of each process.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, StringConstraints, ValidationError, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
+
+from gym_servers.stack.durations import Duration
+from gym_servers.stack.settings import ParticipantKind, describe
+from gym_servers.stack.wire import (
+    CLUSTER_REQUIRED,
+    FREE_OBJECT,
+    LABEL_HINT,
+    LABEL_PATTERN,
+    LOCAL_ONLY,
+    RULES,
+    WireModel,
+    list_map,
+    matches,
+    rule,
+    with_rules,
+)
+
+COLLECTION = "collection"
+MAX_WORKLOAD_NAME = 52
+"""Longest `<stack>-<server>`: a StatefulSet puts its name and a hash into a label of 63 characters."""
+
+ServerKind = Literal["environment", "model", "agent", "resources"]
+
+_ONE_OF_EACH = {
+    "environment": "exactly one server of kind environment is needed, "
+    "such as name: env, kind: environment, server: single-agent-turn",
+    "model": "exactly one server of kind model is needed, such as name: policy, kind: model, server: vllm",
+    "agent": "exactly one server of kind agent is needed, such as name: agent, kind: agent, server: simple-agent",
+}
+_RESOURCES = "at least one server of kind resources is needed, such as name: counter, kind: resources"
+_RESERVED = "the name collection belongs to the driver that the collection block adds: choose another name"
+_CELL_LIKE = "a server's name cannot end in a dash and a number, which is how cells are told apart"
+_ONE_CELL = "more than one cell is not supported yet: set cells: 1"
+_NEEDS_STORAGE = "checkpoints need a place: set storage.s3.bucket, or turn them off with enabled: false"
+_URI_STORAGE = "s3:// URIs of the collection need checkpoints.storage.s3, which says how to reach S3"
+_OUTPUT_S3 = "output must be an s3:// URI: what a pod writes to its own disk dies with the pod"
+_NAME_LENGTH = f"<stack>-<server> names pods and is at most {MAX_WORKLOAD_NAME} characters: choose shorter names"
+_STACK_NAME = "a stack's name has only lower-case letters, digits and dashes, and begins with a letter"
+
+NAME_RULES = [
+    rule(f"self.metadata.name.matches(r'{LABEL_PATTERN}')", _STACK_NAME),
+    rule(
+        f"self.spec.servers.all(s, size(self.metadata.name) + 1 + size(s.name) <= {MAX_WORKLOAD_NAME})",
+        _NAME_LENGTH,
+    ),
+    rule(
+        f"!has(self.spec.collection) || size(self.metadata.name) + {1 + len(COLLECTION)} <= {MAX_WORKLOAD_NAME}",
+        _NAME_LENGTH + " (the collection block adds a server named collection)",
+    ),
+]
+"""Rules over a stack's name and spec together, for the root of the CRD; `check_stack_name` is their twin."""
+
+Quantity = Annotated[
+    str | int,
+    WithJsonSchema(
+        {
+            "anyOf": [{"type": "integer"}, {"type": "string"}],
+            "x-kubernetes-int-or-string": True,
+            "pattern": r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?$",
+        }
+    ),
+]
+ObjectName = Annotated[
+    str,
+    StringConstraints(max_length=253),
+    matches(r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", "use lower-case letters, digits, dashes and dots"),
+]
+Uri = Annotated[
+    str,
+    StringConstraints(max_length=1024),
+    matches(r"^(s3://[a-z0-9][-a-z0-9.]*[a-z0-9]/.+|[^:]+)$", "write s3://bucket/key, or a path"),
+]
+
+
+class SpecError(ValueError):
+    """A stack's manifest cannot be used; the message names every wrong field and says what to write."""
+
+
+class ContainerResources(WireModel):
+    """Compute resources of a container, as in any pod. The local runner ignores them."""
+
+    requests: Annotated[dict[str, Quantity], Field(max_length=16)] | None = None
+    """What the scheduler sets aside, such as cpu, memory or nvidia.com/gpu."""
+    limits: Annotated[dict[str, Quantity], Field(max_length=16)] | None = None
+    """What the container may use at most."""
+
+
+class ServerSpec(WireModel):
+    """One server of the stack."""
+
+    model_config = with_rules(
+        rule(f"self.name != '{COLLECTION}'", _RESERVED), rule("!self.name.matches(r'-[0-9]+$')", _CELL_LIKE)
+    )
+
+    name: Annotated[str, StringConstraints(max_length=30), matches(LABEL_PATTERN, LABEL_HINT)]
+    """Name of the server, unique in the stack; its peers and its records know it by this name."""
+    kind: ServerKind
+    """What the server takes part as."""
+    server: Annotated[
+        str,
+        StringConstraints(max_length=200),
+        matches(
+            r"^[A-Za-z_][-A-Za-z0-9_.]*(:[A-Za-z_][A-Za-z0-9_]*)?$",
+            "name a server of the image, such as simple-agent, or write package.module:Class",
+        ),
+    ]
+    """A server that the image brings, such as simple-agent, or package.module:Class of your own image."""
+    config: Annotated[dict[str, Any], Field(default_factory=dict, max_length=64, json_schema_extra=FREE_OBJECT)]
+    """The server's own settings; "{cell}" in a text stands for the number of the cell. Not for secrets."""
+    resources: ContainerResources | None = None
+    """Compute resources of the server's container."""
+
+    @model_validator(mode="after")
+    def _name_is_free(self) -> Self:
+        if self.name == COLLECTION:
+            raise _problem(_RESERVED)
+        if re.search(r"-[0-9]+$", self.name):
+            raise _problem(_CELL_LIKE)
+        return self
+
+
+class CollectionSpec(WireModel):
+    """The driver: sends every task to the environment and writes one row per rollout."""
+
+    model_config = with_rules(rule("self.output.startsWith('s3://')", _OUTPUT_S3))
+
+    tasks: Uri
+    """Where the tasks are, one JSON object a line: s3://bucket/key, or a path inside the image."""
+    output: Uri
+    """Where the rows go: s3://bucket/prefix."""
+    repeats: int = Field(1, ge=1, le=10_000)
+    """Rollouts per task."""
+    concurrency: int = Field(64, ge=1, le=10_000)
+    """Rollouts under way at the same time."""
+    max_failures: int = Field(3, ge=1, le=100)
+    """How often one rollout is tried before its row says that it failed."""
+    resources: ContainerResources | None = None
+    """Compute resources of the driver's container."""
+
+
+class S3Spec(WireModel):
+    """An S3 bucket."""
+
+    bucket: Annotated[
+        str,
+        StringConstraints(max_length=63),
+        matches(r"^[a-z0-9][-a-z0-9.]*[a-z0-9]$", "write the bucket's name alone; what follows it goes into prefix"),
+    ]
+    """Name of the bucket, without a prefix."""
+    prefix: Annotated[
+        str,
+        StringConstraints(max_length=512),
+        matches(
+            r"^([-A-Za-z0-9._=]+(/[-A-Za-z0-9._=]+)*)?$",
+            "write folders with single slashes between them and none at the ends, such as team/run-1",
+        ),
+    ] = ""
+    """Folder in the bucket, without slashes at its ends. Below it every stack has one, named by its UID."""
+    endpoint: (
+        Annotated[
+            str,
+            StringConstraints(max_length=512),
+            matches(r"^https?://[^/]+$", "write http:// or https://, a host and a port, and nothing after it"),
+        ]
+        | None
+    ) = None
+    """Address of an S3 server that is not AWS, such as http://minio.storage:9000."""
+    region: Annotated[
+        str,
+        StringConstraints(max_length=64),
+        matches(r"^[-a-z0-9]+$", "write a region's name, such as eu-west-1"),
+    ] = "us-east-1"
+    """Region of the bucket."""
+    addressing_style: Literal["path", "virtual", "auto"] = "auto"
+    """Whether the bucket's name is part of the path or of the host name."""
+    credentials_secret: ObjectName | None = None
+    """Secret of the same namespace with the keys AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY. Without it,
+    the role of the pods' service account is used; the local runner uses its own environment."""
+
+
+class StorageSpec(WireModel):
+    """Where checkpoints are kept."""
+
+    model_config = with_rules(rule("has(self.s3)", "storage needs s3: set storage.s3.bucket"))
+
+    s3: S3Spec | None = None
+    """A bucket."""
+    directory: Annotated[
+        str | None, StringConstraints(min_length=1, max_length=1024), Field(json_schema_extra=LOCAL_ONLY)
+    ] = None
+    """A folder, for the local runner only: pods share no disk."""
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Self:
+        if (self.s3 is None) == (self.directory is None):
+            raise _problem("storage needs exactly one of s3 and directory")
+        return self
+
+
+class CheckpointsSpec(WireModel):
+    """How rollouts are checkpointed."""
+
+    model_config = with_rules(rule("!self.enabled || has(self.storage)", _NEEDS_STORAGE))
+
+    enabled: bool = True
+    """Without checkpoints the servers behave as if the feature did not exist; a death starts over."""
+    storage: StorageSpec | None = None
+    """Where checkpoints are kept. Also says how the collection reaches its s3:// URIs."""
+    prepare_timeout: Duration = "60s"
+    """How long rollouts have to reach a point from which they can continue."""
+    commit_timeout: Duration = "120s"
+    """How long the servers have to write their records."""
+
+    @model_validator(mode="after")
+    def _has_a_place(self) -> Self:
+        if self.enabled and self.storage is None:
+            raise _problem(_NEEDS_STORAGE)
+        return self
+
+
+class RecoverySpec(WireModel):
+    """What happens when a server dies."""
+
+    policy: Literal["Restore", "Restart"] = "Restore"
+    """Restore continues from the newest checkpoint; Restart begins every unfinished rollout again."""
+    backoff_limit: int = Field(5, ge=0, le=1000)
+    """Recoveries in a row, without a published checkpoint or a finished row between them, before the stack
+    gives up."""
+
+
+class PullSecret(WireModel):
+    """A Secret of the same namespace."""
+
+    name: ObjectName
+    """Name of the Secret."""
+
+
+class StackSpec(WireModel):
+    """The servers of a stack, how they are driven, checkpointed and recovered."""
+
+    model_config = with_rules(
+        *(rule(f"self.servers.exists_one(s, s.kind == '{kind}')", message) for kind, message in _ONE_OF_EACH.items()),
+        rule("self.servers.exists(s, s.kind == 'resources')", _RESOURCES),
+        # The output of a collection is always on S3 there, so the place must be known.
+        rule("!has(self.collection) || has(self.checkpoints.storage)", _URI_STORAGE),
+    )
+
+    image: Annotated[
+        str | None, StringConstraints(min_length=1, max_length=512), Field(json_schema_extra=CLUSTER_REQUIRED)
+    ] = None
+    """Image that all servers run. The local runner has no use for it."""
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
+    """When the image is pulled."""
+    image_pull_secrets: Annotated[
+        list[PullSecret], Field(default_factory=list, max_length=8, json_schema_extra=list_map("name"))
+    ]
+    """Secrets for the image's registry."""
+    service_account_name: ObjectName | None = None
+    """Service account of the pods: where a cloud role for S3 is attached. Its token is not mounted."""
+    cells: Annotated[int, Field(ge=1, json_schema_extra={RULES: [rule("self == 1", _ONE_CELL)]})] = 1
+    """Independent copies of all servers. Only 1 is supported yet."""
+    servers: Annotated[list[ServerSpec], Field(min_length=1, max_length=16, json_schema_extra=list_map("name"))]
+    """The servers: one environment, one model, one agent, and one or more of kind resources."""
+    collection: CollectionSpec | None = None
+    """A driver inside the stack. Without it somebody else sends the rollouts."""
+    checkpoints: CheckpointsSpec
+    """How rollouts are checkpointed."""
+    recovery: RecoverySpec = Field(default_factory=RecoverySpec, json_schema_extra={"default": {}})
+    """What happens when a server dies."""
+    suspend: bool = False
+    """Stops all servers; a stack that is switched on again continues from its newest checkpoint."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        problems = list(self._problems())
+        if problems:
+            raise _problem("; ".join(problems))
+        return self
+
+    def _problems(self) -> Iterator[str]:
+        if self.cells != 1:
+            yield _ONE_CELL
+        kinds = Counter(server.kind for server in self.servers)
+        for kind, message in _ONE_OF_EACH.items():
+            if kinds[kind] != 1:  # type: ignore[index]
+                yield message
+        if not kinds["resources"]:
+            yield _RESOURCES
+        names = Counter(server.name for server in self.servers)
+        yield from (f"two servers are named {name}" for name, count in names.items() if count > 1)
+        uris = (self.collection.tasks, self.collection.output) if self.collection else ()
+        if self.s3 is None and any(uri.startswith("s3://") for uri in uris):
+            yield _URI_STORAGE
+
+    @property
+    def s3(self) -> S3Spec | None:
+        """The bucket, where there is one."""
+        return self.checkpoints.storage.s3 if self.checkpoints.storage else None
+
+    def participants(self) -> tuple[Participant, ...]:
+        """Every process of a cell: the servers as written, then the driver if there is one."""
+        servers = tuple(Participant(s.name, s.kind, s.server, s.config, s.resources) for s in self.servers)
+        if self.collection is None:
+            return servers
+        driver = Participant(COLLECTION, "collection", COLLECTION, resources=self.collection.resources)
+        return (*servers, driver)
+
+
+@dataclass(frozen=True)
+class Participant:
+    """One process of a cell, whether written as a server or added by the collection block."""
+
+    name: str
+    kind: ParticipantKind
+    server: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    resources: ContainerResources | None = None
+
+
+def parse_spec(document: Any) -> StackSpec:
+    """Read a `spec` as it stands in a manifest. Raises SpecError."""
+    try:
+        return StackSpec.model_validate(document, by_alias=True, by_name=False)
+    except ValidationError as error:
+        raise SpecError(f"spec is not valid: {describe(error)}") from error
+
+
+def check_stack_name(name: str, spec: StackSpec) -> None:
+    """Raise SpecError if the names of the stack's workloads cannot be built from `name`."""
+    if not re.fullmatch(LABEL_PATTERN, name):
+        raise SpecError(_STACK_NAME)
+    if any(len(f"{name}-{participant.name}") > MAX_WORKLOAD_NAME for participant in spec.participants()):
+        raise SpecError(_NAME_LENGTH)
+
+
+def _problem(message: str) -> PydanticCustomError:
+    return PydanticCustomError("stack", message)

@@ -1,0 +1,1 @@
+"""Checkpoints at rest: immutable objects, packs and manifests, and the one write that publishes."""

@@ -1,0 +1,78 @@
+"""What a cell keeps in storage: its checkpoints, and the attempt numbers that are used up.
+
+Below a cell's root: `attempts/<n>` markers and one directory per checkpoint. A checkpoint's place in the order is
+in its directory's name and in its `checkpoint.json`; the listing is the truth, no pointer is.
+"""
+
+from __future__ import annotations
+
+from gym_servers.protocol.digests import canonical, sha256
+from gym_servers.protocol.errors import ProtocolError
+from gym_servers.storage.manifest import CHECKPOINT, Member, Publication, read_publication
+from gym_servers.storage.packs import load_manifest
+from gym_servers.storage.store import ObjectConflict, ObjectMissing, ObjectStore
+
+CHECKPOINTS = "checkpoints"
+ATTEMPTS = "attempts"
+
+
+def directory_name(cell_attempt: int, sequence: int, checkpoint_id: str) -> str:
+    return f"{CHECKPOINTS}/{cell_attempt:06d}-{sequence:06d}-{checkpoint_id}"
+
+
+def persist_attempt(cell: ObjectStore, attempt: int) -> None:
+    """Use an attempt number up, durably, before any work starts under it."""
+    cell.create(f"{ATTEMPTS}/{attempt}", canonical({"attempt": attempt}))
+
+
+def highest_attempt(cell: ObjectStore) -> int:
+    """The highest attempt number that was used up; 0 where none was."""
+    names = [key.rsplit("/", 1)[1] for key in cell.list(ATTEMPTS)]
+    return max((int(name) for name in names if name.isdigit()), default=0)
+
+
+def settle(store: ObjectStore, wanted: Publication) -> Publication:
+    """Write `checkpoint.json` once: the publication or tombstone that stands, whoever wrote it."""
+    try:
+        store.create(CHECKPOINT, wanted.to_bytes())
+        return wanted
+    except ObjectConflict:
+        return read_publication(store.get(CHECKPOINT))
+
+
+def published(cell: ObjectStore) -> list[tuple[str, Publication, str]]:
+    """The published checkpoints of a cell, newest first: directory key, publication, and its SHA-256.
+
+    A document that cannot be read is left out: an unreadable publication is not one.
+    """
+    found = []
+    for key in cell.list(CHECKPOINTS):
+        if not key.endswith(f"/{CHECKPOINT}"):
+            continue
+        try:
+            data = cell.get(key)
+            publication = read_publication(data)
+        except (ObjectMissing, ProtocolError):
+            continue
+        if publication.state == "published":
+            found.append((key.removesuffix(f"/{CHECKPOINT}"), publication, sha256(data)))
+    return sorted(found, key=lambda item: item[1].order, reverse=True)
+
+
+def verify(store: ObjectStore, members: list[Member], checkpoint_id: str) -> None:
+    """Check that every member's manifest is the named one and every pack has its size and digest.
+
+    Raises `invalid_checkpoint_state` with the participant's name and what is wrong.
+    """
+    for member in members:
+        directory = f"{member.kind}/{member.instance}"
+        manifest, _ = load_manifest(store, directory, member.manifest_digest)
+        if manifest.session != member.session or manifest.checkpoint_id != checkpoint_id:
+            raise ProtocolError("invalid_checkpoint_state", f"{directory} was written by another process")
+        for pack in manifest.packs:
+            try:
+                data = store.get(pack.key)
+            except ObjectMissing as error:
+                raise ProtocolError("invalid_checkpoint_state", f"pack {pack.key} is missing") from error
+            if len(data) != pack.size or sha256(data) != pack.sha256:
+                raise ProtocolError("invalid_checkpoint_state", f"pack {pack.key} does not match its digest")

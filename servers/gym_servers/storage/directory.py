@@ -1,0 +1,94 @@
+"""A directory as an object store: for one machine, or a durable shared file system.
+
+An object is written to a temporary file, synced, and linked to its name: a link fails where the name exists, so
+creation is atomic, and a crash leaves either the whole object or none.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from pathlib import Path
+
+from gym_servers.storage.store import ObjectConflict, ObjectMissing, StorageError
+
+
+class DirectoryStore:
+    """Objects as files below `root`, which is made when it is first written to."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root.absolute()
+
+    @property
+    def uri(self) -> str:
+        return str(self._root)
+
+    def create(self, key: str, data: bytes) -> None:
+        path = self._path(key)
+        try:
+            temporary = self._write(path, data)
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                if path.read_bytes() != data:
+                    raise ObjectConflict(f"{path} exists with other contents") from None
+            finally:
+                temporary.unlink()
+            _sync(path.parent)
+        except OSError as error:
+            raise _unusable(path, error) from error
+
+    def replace(self, key: str, data: bytes) -> None:
+        path = self._path(key)
+        try:
+            self._write(path, data).replace(path)
+            _sync(path.parent)
+        except OSError as error:
+            raise _unusable(path, error) from error
+
+    def get(self, key: str) -> bytes:
+        path = self._path(key)
+        try:
+            return path.read_bytes()
+        except FileNotFoundError as error:
+            raise ObjectMissing(f"{path} does not exist") from error
+        except OSError as error:
+            raise _unusable(path, error) from error
+
+    def list(self, prefix: str) -> dict[str, int]:
+        base = self._path(prefix) if prefix else self._root
+        if not base.is_dir():
+            return {}
+        return {
+            str(path.relative_to(self._root)): path.stat().st_size
+            for path in base.rglob("*")
+            if path.is_file() and not path.name.startswith(".tmp-")
+        }
+
+    def _path(self, key: str) -> Path:
+        path = (self._root / key).absolute()
+        if ".." in Path(key).parts or not path.is_relative_to(self._root):
+            raise StorageError(f"key {key!r} leaves the store")
+        return path
+
+    @staticmethod
+    def _write(path: Path, data: bytes) -> Path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.parent / f".tmp-{uuid.uuid4().hex}"
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        return temporary
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _unusable(path: Path, error: OSError) -> StorageError:
+    return StorageError(f"cannot use {path}: {error.strerror}; check its permissions and free space")
