@@ -4,7 +4,7 @@
 # dependencies; without that folder they come from the package index. Either way their hashes are checked.
 ARG BASE_IMAGE=debian:trixie-slim
 
-FROM ${BASE_IMAGE} AS python
+FROM ${BASE_IMAGE} AS dependencies
 # The name for the user id is what `getpass.getuser()` and shells look for; the id is what Kubernetes checks.
 RUN if ! python3 -c 'import ensurepip, venv' 2>/dev/null; then \
       apt-get update \
@@ -13,23 +13,31 @@ RUN if ! python3 -c 'import ensurepip, venv' 2>/dev/null; then \
     fi \
     && echo 'gym:x:65532:65532:gym:/tmp:/usr/sbin/nologin' >> /etc/passwd \
     && echo 'gym:x:65532:' >> /etc/group
-
-FROM python AS dependencies
-COPY requirements/ /requirements/
+# Copied although it is mounted below as well: not every builder notices that a mounted file has changed.
+COPY requirements/runtime.txt /opt/gym/requirements.txt
 # pip lives in an environment of its own and stays out of the image. Bytecode is compiled without a check of the
-# source's time: a server that replaces a dead one should not spend its first second looking at 2000 files.
-RUN python3 -m venv /pip \
+# source's time: a server that replaces a dead one should not spend its first moments looking at 2000 files.
+RUN --mount=type=bind,source=requirements,target=/requirements \
+    python3 -m venv /tmp/pip \
     && python3 -m venv --without-pip /opt/gym \
     && if [ -d /requirements/wheels ]; then set -- --no-index --find-links=/requirements/wheels; fi \
-    && /pip/bin/pip --python /opt/gym/bin/python install --no-cache-dir --no-compile --require-hashes "$@" \
-         --requirement /requirements/runtime.txt \
+    && /tmp/pip/bin/pip --python /opt/gym/bin/python install --no-cache-dir --no-compile --require-hashes "$@" \
+         --requirement /opt/gym/requirements.txt \
+    && rm -rf /tmp/pip \
     && python3 -m compileall -q -j 0 --invalidation-mode unchecked-hash /opt/gym/lib \
     && echo /opt/gym/app > "$(echo /opt/gym/lib/python3*/site-packages)/gym.pth"
+LABEL org.opencontainers.image.title="gym-operator" \
+      org.opencontainers.image.licenses="Apache-2.0"
+# Nothing is written beside the code: the root file system may be read-only, with /tmp as the only writable place.
+ENV PATH=/opt/gym/app/bin:/opt/gym/bin:/usr/local/bin:/usr/bin:/bin \
+    HOME=/tmp \
+    PYTHONUNBUFFERED=1 \
+    PYTHONDONTWRITEBYTECODE=1
+CMD ["gym-servers", "--help"]
 
-FROM python AS application
+FROM dependencies AS application
 WORKDIR /opt/gym/app
-COPY pyproject.toml ./
-COPY operator/ servers/ ./
+COPY pyproject.toml operator/ servers/ ./
 # What an installer would write: the two programs, and the version where `importlib.metadata` finds it.
 RUN version="$(sed -n 's/^version = "\(.*\)"$/\1/p' pyproject.toml)" \
     && info="gym_operator-${version}.dist-info" \
@@ -44,16 +52,6 @@ RUN version="$(sed -n 's/^version = "\(.*\)"$/\1/p' pyproject.toml)" \
     && rm pyproject.toml \
     && python3 -m compileall -q --invalidation-mode unchecked-hash .
 
-FROM python
-LABEL org.opencontainers.image.title="gym-operator" \
-      org.opencontainers.image.licenses="Apache-2.0"
-# Nothing is written beside the code: the root file system may be read-only, with /tmp as the only writable place.
-ENV PATH=/opt/gym/app/bin:/opt/gym/bin:/usr/local/bin:/usr/bin:/bin \
-    HOME=/tmp \
-    PYTHONUNBUFFERED=1 \
-    PYTHONDONTWRITEBYTECODE=1
-COPY --from=dependencies /opt/gym /opt/gym
-COPY --from=application /opt/gym/app /opt/gym/app
+FROM dependencies
 USER 65532:65532
-WORKDIR /
-CMD ["gym-servers", "--help"]
+COPY --from=application /opt/gym/app /opt/gym/app

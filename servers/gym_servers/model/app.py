@@ -55,7 +55,7 @@ def create_app(participant: ModelParticipant, engine: EngineClient, dialect: Dia
             response = _response(params, model, stem, dialect.parse(ids, stem), len(prompt), len(ids), finish)
             return CallRecord(position, digest, int32(prompt), ids, logprobs, "", response)
 
-        if episode is None:
+        if episode is None or not gate.enabled:
             return dict((await generate()).response)
         return dict((await participant.call(episode, position, digest, generate)).response)
 

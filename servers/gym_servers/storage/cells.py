@@ -14,6 +14,7 @@ from gym_servers.storage.store import ObjectConflict, ObjectMissing, ObjectStore
 
 CHECKPOINTS = "checkpoints"
 ATTEMPTS = "attempts"
+PROPOSAL = "proposal.json"  # the publication as it is about to be written; carries no truth of its own
 
 
 def directory_name(cell_attempt: int, sequence: int, checkpoint_id: str) -> str:

@@ -132,6 +132,9 @@ def find(matches: Callable[[list[str]], bool]) -> list[ProcessId]:
 
 
 def _ended(process: ProcessId) -> bool:
+    if is_alive(process):
+        return False
+    # Looked at first, reaped second: the other way round it could die in between and stay a corpse.
     with suppress(ChildProcessError):
         os.waitpid(process.pid, os.WNOHANG)
-    return not is_alive(process)
+    return True

@@ -29,7 +29,10 @@ TOUCHED_SYSCTLS = (
     *("kernel/keys/root_maxkeys", "kernel/keys/root_maxbytes", "net/ipv4/conf/all/route_localnet"),
 )
 # Programs of the node insist on these places outside the run folder.
-OUTSIDE_FOLDERS = ("/run/containerd", "/var/lib/cni", "/var/lib/kubelet", "/var/log/containers", "/var/log/pods")
+OUTSIDE_FOLDERS = (
+    *("/etc/cni", "/run/containerd", "/usr/libexec/kubernetes", "/var/lib/cni", "/var/lib/kubelet"),
+    *("/var/log/containers", "/var/log/pods"),
+)
 
 
 def refuse_second_node() -> None:
@@ -157,8 +160,10 @@ def remove_traces_outside(run_folder: Path, folders: tuple[str, ...]) -> None:
     for address in run_folder.glob("containerd/state/io.containerd.runtime.v2.task/*/*/address"):
         with suppress(OSError):
             Path(address.read_text().removeprefix("unix://")).unlink()
-    for cached in Path("/var/lib/cni/results").glob(f"{settings.NETWORK}-*"):
+    for cached in Path("/var/lib/cni/results").glob(f"{settings.NETWORK}-*-eth0"):
+        sandbox = cached.name.removeprefix(f"{settings.NETWORK}-").removesuffix("-eth0")
         cached.unlink(missing_ok=True)
+        cached.with_name(f"cni-loopback-{sandbox}-lo").unlink(missing_ok=True)
     for link in Path("/var/log/containers").glob("*"):
         if link.is_symlink() and str(link.readlink()).startswith(f"{run_folder}/"):
             link.unlink(missing_ok=True)

@@ -1,0 +1,1 @@
+"""Coordination of one cell: checkpoints, death, recovery. One code for the operator and the local runner."""

@@ -1,0 +1,342 @@
+"""Taking one checkpoint of a cell.
+
+    prepare in order -> commit all at once -> renew all -> resume in order -> await the writes -> publish
+
+Records are frozen in memory while the cell is paused and written after it goes on. Whatever fails, every
+participant that was closed is resumed, and a tombstone keeps what was written from ever being published.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+from gym_servers.coordination.client import ParticipantClient, Unreachable
+from gym_servers.coordination.order import PREPARE, staged
+from gym_servers.coordination.verbs import resume_all
+from gym_servers.protocol import messages as m
+from gym_servers.protocol.digests import sha256
+from gym_servers.protocol.errors import ProtocolError
+from gym_servers.storage.cells import PROPOSAL, settle, verify
+from gym_servers.storage.manifest import Member, Publication
+from gym_servers.storage.packs import load_manifest
+from gym_servers.storage.store import ObjectStore, StorageError
+
+RESUME_SECONDS = 10.0  # for a resume after a failure; the lease is the second line
+DEATH_RESUME_SECONDS = 0.5  # for a resume before the processes are replaced: a courtesy, recovery does not wait
+POLL_SECONDS = 0.1  # between looks at a background write
+
+Phase = Literal["Preparing", "Committing", "Publishing"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to take and where to put it. Timeouts and `lease_grace` are seconds; `sessions` pins the processes."""
+
+    checkpoint_id: str
+    name: str
+    uri: str
+    stack_uid: str
+    cell: int
+    cell_attempt: int
+    sequence: int
+    sessions: Mapping[str, str]
+    prepare_timeout: float = 60.0
+    commit_timeout: float = 120.0
+    lease_grace: float = 60.0
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a checkpoint stands, for status and for people."""
+
+    phase: Phase
+    participants: Mapping[str, str] = field(default_factory=dict)
+    blockers: Sequence[tuple[str, m.Blocker]] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A published checkpoint. `pause_seconds`: from the first prepare to the last resume."""
+
+    publication: Publication
+    uri: str
+    digest: str
+    pause_seconds: float
+
+    @property
+    def bytes(self) -> int:
+        return sum(member.bytes for member in self.publication.members)
+
+
+class CheckpointFailed(Exception):
+    """The checkpoint was given up. `reason` is one CamelCase word, the text says what happened and to whom."""
+
+    def __init__(self, reason: str, message: str, blockers: Sequence[tuple[str, m.Blocker]] = ()) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.blockers = blockers
+
+
+Tell = Callable[[Progress], Awaitable[None]]
+
+
+class Checkpoint:
+    """One checkpoint in progress; `take` runs it once. `tell` is awaited before the phase it announces."""
+
+    def __init__(
+        self,
+        clients: Sequence[ParticipantClient],
+        request: Request,
+        store: ObjectStore,
+        tell: Tell,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._clients, self._request, self._store, self._tell, self._wall = clients, request, store, tell, wall
+        self._closed: list[ParticipantClient] = []
+        self._restarts: set[str] = set()
+        self._paused_at = self._pause = 0.0
+        self._commits: dict[str, m.CommitReply] = {}
+
+    async def take(self) -> Outcome:
+        """Raises CheckpointFailed; when cancelled (a participant died) it publishes if everything is durable
+        already, else it gives the checkpoint up, and then ends."""
+        writing = False
+        try:
+            await self._tell(Progress("Preparing", self._phases()))
+            async with self._leased():
+                scope, live = await self._prepare()
+                await self._tell(Progress("Committing", self._phases()))
+                await self._commit(scope, live)
+                await self._renew_once()
+            problems = await self._resume()
+            if problems:
+                raise CheckpointFailed("ResumeFailed", "; ".join(problems.values()))
+            writing = True
+            digests = await self._written()
+            return await self._publish(scope, digests)
+        except ProtocolError as error:
+            raise await self._give_up(CheckpointFailed("Refused", str(error))) from error
+        except Unreachable as error:
+            raise await self._give_up(CheckpointFailed("ParticipantUnreachable", str(error))) from error
+        except StorageError as error:
+            raise await self._give_up(CheckpointFailed("StorageError", str(error))) from error
+        except CheckpointFailed as error:
+            raise await self._give_up(error) from error
+        except asyncio.CancelledError:
+            durable = await self._durable() if writing else None
+            if durable is not None:
+                return await self._publish(scope, durable)
+            failed = CheckpointFailed("ParticipantDied", "a participant died while the checkpoint was open")
+            raise await self._give_up(failed, DEATH_RESUME_SECONDS) from None
+
+    # ---- prepare ------------------------------------------------------------------------------------------
+
+    async def _prepare(self) -> tuple[list[str], list[str]]:
+        deadline = self._wall() + self._request.prepare_timeout
+        self._paused_at = time.monotonic()
+        exportable: set[str] = set()
+        live: set[str] = set()
+        for stage in staged(self._clients, PREPARE):
+            replies = await asyncio.gather(*(self._prepare_one(client, deadline) for client in stage))
+            for client, report in zip(stage, replies, strict=True):
+                self._restarts |= set(report.restarts)
+                if client.kind == "environment":
+                    exportable |= set(report.episodes or ())
+                    live |= set(report.episodes or ()) | set(report.restarts)
+            blocked = [
+                (client.name, blocker)
+                for client, report in zip(stage, replies, strict=True)
+                for blocker in report.blockers
+                if not report.ready
+            ]
+            if blocked:
+                first = blocked[0][1]
+                raise CheckpointFailed(
+                    "PrepareTimeout",
+                    f"{blocked[0][0]} was not ready in {self._request.prepare_timeout:g} s: {first.id} is in "
+                    f"{first.where} for {first.age_seconds:.1f} s ({len(blocked)} blockers)",
+                    blocked,
+                )
+        scope = exportable - self._restarts
+        return sorted(scope), sorted(live - scope)
+
+    async def _prepare_one(self, client: ParticipantClient, deadline: float) -> m.Report:
+        status = await client.status()
+        pinned = self._request.sessions.get(client.name)
+        if status.session != pinned:
+            raise CheckpointFailed("SessionChanged", f"{client.name} is another process than the one that runs")
+        self._closed.append(client)
+        reply = await client.call(
+            "prepare",
+            m.PrepareRequest(
+                checkpoint_id=self._request.checkpoint_id, deadline_ts=deadline, restarts=sorted(self._restarts)
+            ),
+            m.PhaseReply,
+        )
+        return reply.report or m.Report(ready=False)
+
+    @asynccontextmanager
+    async def _leased(self) -> AsyncIterator[None]:
+        async def renew() -> None:
+            while True:
+                await asyncio.sleep(self._request.lease_grace / 3)
+                await asyncio.gather(*(self._renew(c) for c in self._closed), return_exceptions=True)
+
+        task = asyncio.create_task(renew())
+        try:
+            yield
+        finally:
+            task.cancel()
+
+    async def _renew(self, client: ParticipantClient) -> None:
+        deadline = self._wall() + min(5.0, self._request.lease_grace / 3)
+        request = m.RenewRequest(checkpoint_id=self._request.checkpoint_id, deadline_ts=deadline)
+        await client.call("renew", request, m.RenewReply)
+
+    # ---- commit -------------------------------------------------------------------------------------------
+
+    async def _commit(self, scope: list[str], live: list[str]) -> None:
+        request = m.CommitRequest(
+            checkpoint_id=self._request.checkpoint_id,
+            deadline_ts=self._wall() + self._request.commit_timeout,
+            checkpoint_dir=self._request.uri,
+            episode_ids=scope,
+            live=live,
+            background=True,
+        )
+        replies = await asyncio.gather(*(c.call("commit", request, m.CommitReply) for c in self._clients))
+        self._commits = {client.name: reply for client, reply in zip(self._clients, replies, strict=True)}
+
+    async def _renew_once(self) -> None:
+        """Nobody's lease may have run out between the first freeze and the last: one refusal aborts."""
+        await asyncio.gather(*(self._renew(client) for client in self._clients))
+
+    async def _resume(self, seconds: float = RESUME_SECONDS) -> dict[str, str]:
+        closed, self._closed = self._closed, []
+        problems = await resume_all(closed, self._request.checkpoint_id, self._wall() + seconds)
+        if self._paused_at and not self._pause:
+            self._pause = time.monotonic() - self._paused_at
+        return problems
+
+    # ---- write and publish --------------------------------------------------------------------------------
+
+    async def _written(self) -> dict[str, str]:
+        deadline = self._wall() + self._request.commit_timeout
+        digests = await asyncio.gather(*(self._write_of(client, deadline) for client in self._clients))
+        return {client.name: digest for client, digest in zip(self._clients, digests, strict=True)}
+
+    async def _write_of(self, client: ParticipantClient, deadline: float) -> str:
+        while True:
+            try:
+                write = (await client.status()).write
+            except Unreachable:
+                write = None  # asked again: whether it died is for others to say
+            if write is not None and write.checkpoint_id == self._request.checkpoint_id:
+                if write.state == "done" and write.manifest_digest is not None:
+                    return write.manifest_digest
+                if write.state in ("failed", "stopped"):
+                    raise CheckpointFailed("WriteFailed", f"{client.name}: {write.detail or 'its write was stopped'}")
+            if self._wall() > deadline:
+                raise CheckpointFailed(
+                    "WriteTimeout", f"{client.name} did not write in {self._request.commit_timeout:g} s"
+                )
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _durable(self) -> dict[str, str] | None:
+        """Every participant's manifest digest, if all are durable."""
+
+        def look() -> dict[str, str]:
+            return {c.name: load_manifest(self._store, f"{c.kind}/{c.name}", None)[1] for c in self._clients}
+
+        try:
+            return await asyncio.to_thread(look)
+        except (ProtocolError, StorageError):
+            return None
+
+    async def _publish(self, scope: list[str], digests: Mapping[str, str]) -> Outcome:
+        publication = await asyncio.to_thread(self._compose, scope, digests)
+        await asyncio.to_thread(verify, self._store, publication.members, publication.checkpoint_id)
+        # Durable before it is announced: whoever finds the announcement can finish or refuse the publication.
+        await asyncio.to_thread(self._store.create, PROPOSAL, publication.to_bytes())
+        await self._tell(Progress("Publishing", self._phases()))
+        landed = await asyncio.to_thread(settle, self._store, publication)
+        if landed.state != "published":
+            raise CheckpointFailed("GivenUp", landed.reason or "another coordinator gave this checkpoint up")
+        return Outcome(landed, self._request.uri, sha256(landed.to_bytes()), self._pause)
+
+    def _compose(self, scope: list[str], digests: Mapping[str, str]) -> Publication:
+        members, episodes = [], set()
+        for client in self._clients:
+            manifest, digest = load_manifest(self._store, f"{client.kind}/{client.name}", digests[client.name])
+            if manifest.session != self._request.sessions[client.name]:
+                raise CheckpointFailed("SessionChanged", f"{client.name}'s records are of another process")
+            if client.kind == "environment":
+                episodes |= set(manifest.episodes)
+            members.append(
+                Member(
+                    kind=client.kind,
+                    instance=client.name,
+                    session=manifest.session,
+                    manifest_digest=digest,
+                    records=len(manifest.records),
+                    bytes=sum(pack.size for pack in manifest.packs),
+                    code=manifest.code,
+                )
+            )
+        return tombstone(self._request, "", self._wall()).model_copy(
+            update={
+                "state": "published",
+                "members": members,
+                "scope": scope,
+                "episodes": sorted(episodes),
+                "restarts": sorted(self._restarts),
+                "not_started": sorted(set(scope) - episodes),
+            }
+        )
+
+    # ---- failure ------------------------------------------------------------------------------------------
+
+    async def _give_up(self, failure: CheckpointFailed, seconds: float = RESUME_SECONDS) -> CheckpointFailed:
+        await self._resume(seconds)
+        if self._commits:
+            try:
+                await asyncio.to_thread(give_up, self._store, self._request, str(failure), self._wall())
+            except (StorageError, ProtocolError) as error:
+                # Nothing is published without checkpoint.json; whoever finds this directory writes the tombstone.
+                return CheckpointFailed(failure.reason, f"{failure} (and no tombstone: {error})", failure.blockers)
+        return failure
+
+    def _phases(self) -> dict[str, str]:
+        closed = {client.name for client in self._closed}
+        return {
+            client.name: "committed"
+            if client.name in self._commits
+            else "closed"
+            if client.name in closed
+            else "idle"
+            for client in self._clients
+        }
+
+
+def tombstone(request: Request, reason: str, created: float) -> Publication:
+    return Publication(
+        state="abandoned",
+        checkpoint_id=request.checkpoint_id,
+        name=request.name,
+        stack_uid=request.stack_uid,
+        cell=request.cell,
+        cell_attempt=request.cell_attempt,
+        sequence=request.sequence,
+        created=created,
+        reason=reason[:1000],
+    )
+
+
+def give_up(store: ObjectStore, request: Request, reason: str, created: float) -> Publication:
+    """Write the tombstone, unless the checkpoint is settled already; what stands."""
+    return settle(store, tombstone(request, reason, created))

@@ -1,0 +1,384 @@
+"""Keeps one cell in service: looks, decides, acts, and takes checkpoints. Where processes live is the host's matter.
+
+Level-driven: `look` can be called at any time and as often as wanted. What takes long - putting a cell into service,
+a checkpoint - runs beside it, so that a death is seen meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import httpx
+
+from gym_servers.coordination import decide as d
+from gym_servers.coordination.checkpoint import (
+    Checkpoint,
+    CheckpointFailed,
+    Outcome,
+    Request,
+    Tell,
+    tombstone,
+)
+from gym_servers.coordination.client import ParticipantClient, Unreachable
+from gym_servers.coordination.install import InstallFailed, RecordsRefused, open_all, restore_all
+from gym_servers.coordination.record import (
+    KEPT_RECOVERIES,
+    CellRecord,
+    Choice,
+    OpenCheckpoint,
+    Recovery,
+    Stage,
+)
+from gym_servers.coordination.settle import choose, settle_left_open
+from gym_servers.coordination.verbs import forget_all, resume_all
+from gym_servers.protocol.errors import ProtocolError
+from gym_servers.protocol.messages import Status
+from gym_servers.storage.cells import directory_name, highest_attempt
+from gym_servers.storage.locate import join
+from gym_servers.storage.manifest import CHECKPOINT, Publication, read_publication
+from gym_servers.storage.store import ObjectStore, StorageError
+
+TEND_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Process:
+    """One expected participant as its host sees it."""
+
+    name: str
+    kind: str
+    incarnation: str | None
+    alive: bool
+    control_url: str | None
+    detail: str = ""
+
+
+class CellHost(Protocol):
+    """What differs between Kubernetes and a local machine."""
+
+    async def processes(self) -> Sequence[Process]:
+        """Every expected participant, also those without a process."""
+        ...
+
+    async def end(self, processes: Mapping[str, str]) -> None:
+        """End these incarnations and see to it that fresh ones come up. Repeatable."""
+        ...
+
+    async def save(self, record: CellRecord) -> None:
+        """Make the record durable. Raises where another coordinator has written one since."""
+        ...
+
+    async def announce(self, level: Literal["Normal", "Warning"], reason: str, message: str) -> None:
+        """Tell people."""
+        ...
+
+
+@dataclass(frozen=True)
+class CellSettings:
+    """Which cell, and how it is treated. Times in seconds."""
+
+    stack_uid: str
+    cell: int
+    token: str
+    root: str
+    policy: Literal["Restore", "Restart"] = "Restore"
+    backoff_limit: int = 5
+    prepare_timeout: float = 60.0
+    commit_timeout: float = 120.0
+    lease_grace: float = 60.0
+
+
+@dataclass(frozen=True)
+class View:
+    """The outcome of one look."""
+
+    record: CellRecord
+    seen: Mapping[str, d.Seen]
+    kinds: Mapping[str, str]
+    step: d.Step
+
+
+class CellController:
+    """One cell. `open_store` opens a storage URI; `record` is what was persisted last, None for a new cell."""
+
+    def __init__(
+        self,
+        host: CellHost,
+        settings: CellSettings,
+        open_store: Callable[[str], ObjectStore],
+        http: httpx.AsyncClient,
+        record: CellRecord | None = None,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self.record = record or CellRecord()
+        self.settings = settings
+        self._host, self._open_store, self._http, self._wall = host, open_store, http, wall
+        self._clients: list[ParticipantClient] = []
+        self._install: asyncio.Task[None] | None = None
+        self._checkpoint: asyncio.Task[Outcome] | None = None
+        self._rows = 0
+        self._changing = asyncio.Lock()
+
+    @property
+    def busy(self) -> bool:
+        return any(task is not None and not task.done() for task in (self._install, self._checkpoint))
+
+    async def close(self) -> None:
+        """Give up what runs beside the looks, as when the coordinator ends."""
+        for task in (self._install, self._checkpoint):
+            if task is not None and not task.done():
+                task.cancel()
+                await asyncio.wait([task])
+
+    # ---- looking ------------------------------------------------------------------------------------------
+
+    async def look(self) -> View:
+        """One look and what follows from it. Raises StorageError where a decision needs storage that is away."""
+        processes = await self._host.processes()
+        self._clients = [
+            ParticipantClient(p.name, p.kind, p.control_url, self.settings.token, self._http, self._wall)
+            for p in processes
+            if p.control_url is not None and p.alive
+        ]
+        answers = await asyncio.gather(*(self._status(client) for client in self._clients))
+        statuses = {c.name: status for c, status in zip(self._clients, answers, strict=True)}
+        seen = {p.name: d.Seen(p.incarnation, p.alive, statuses.get(p.name), p.detail) for p in processes}
+        step = await self._after_install(seen) or d.next_step(self.record, seen, busy=self.busy)
+        await self._act(step, seen)
+        return View(self.record, seen, {p.name: p.kind for p in processes}, step)
+
+    async def _status(self, client: ParticipantClient) -> Status | None:
+        try:
+            return await client.status()
+        except (Unreachable, ProtocolError):
+            return None
+
+    async def _act(self, step: d.Step, seen: Mapping[str, d.Seen]) -> None:
+        match step:
+            case d.End(processes):
+                await self._host.end(processes)
+            case d.Start():
+                await self._save(stage=Stage.STARTING, pins={}, ended={})
+            case d.Install(pins):
+                await self._save(pins=dict(pins))
+                self._install = asyncio.create_task(self._put_into_service(restore=True))
+            case d.Open():
+                self._install = asyncio.create_task(self._put_into_service(restore=False))
+            case d.Recover(reason):
+                await self._recover(reason, seen)
+            case d.Settle():
+                await self.settle()
+            case d.Reopen(names):
+                await self._reopen(names)
+            case d.Tend():
+                await self._tend(seen)
+            case d.Wait():
+                pass
+
+    # ---- putting into service -----------------------------------------------------------------------------
+
+    async def _put_into_service(self, *, restore: bool) -> None:
+        record = self.record
+        verb_id = f"cell{self.settings.cell}-attempt{record.attempt}-{secrets.token_hex(4)}"
+        clients = [c for c in self._clients if c.name in record.pins]
+        if restore and record.restore is not None:
+            publication = await asyncio.to_thread(self._publication, record.restore)
+            await restore_all(clients, publication, record.restore.uri, verb_id, record.attempt, self._wall)
+        elif not restore:
+            statuses = await asyncio.gather(*(client.status() for client in clients))
+            verb_id = next((s.checkpoint_id for s in statuses if s.checkpoint_id is not None), verb_id)
+        await open_all(clients, verb_id, record.attempt, self._wall)
+
+    def _publication(self, choice: Choice) -> Publication:
+        return read_publication(self._open_store(choice.uri).get(CHECKPOINT))
+
+    async def _after_install(self, seen: Mapping[str, d.Seen]) -> d.Step | None:
+        """What follows from an installation that has ended since the last look."""
+        task = self._install
+        if task is None or not task.done():
+            return None
+        self._install = None
+        try:
+            task.result()
+        except RecordsRefused as error:
+            choice = self.record.restore
+            if choice is not None:
+                await self._host.announce("Warning", "RecordsRefused", f"{choice.name}: {error}")
+                await self._save(refused=[*self.record.refused, choice.uri])
+            return d.Recover(f"checkpoint refused: {error}")
+        except (InstallFailed, Unreachable, ProtocolError) as error:
+            return d.Recover(f"not put into service: {error}")
+        except StorageError as error:
+            await self._host.announce("Warning", "StorageError", str(error))
+            return d.Wait(f"storage: {error}")
+        await self._in_service()
+        return None
+
+    async def _in_service(self) -> None:
+        recoveries = list(self.record.recoveries)
+        if recoveries and recoveries[-1].seconds is None:
+            last = recoveries[-1]
+            recoveries[-1] = last.model_copy(update={"seconds": round(self._wall() - last.started_at, 3)})
+            source = f"checkpoint {last.checkpoint.name}" if last.checkpoint else "the input"
+            await self._host.announce(
+                "Normal", "Recovered", f"attempt {last.attempt} runs from {source} after {recoveries[-1].seconds} s"
+            )
+        await self._save(stage=Stage.RUNNING, recoveries=recoveries, refused=[])
+        self._rows = 0
+
+    # ---- recovery -----------------------------------------------------------------------------------------
+
+    async def _recover(self, reason: str, seen: Mapping[str, d.Seen]) -> None:
+        """Settle what is open, use the next attempt up, choose what to restore; then the old processes go."""
+        started = self._wall()
+        await self.close()
+        if self.record.open is not None:
+            await self.settle(reopen=False)
+        record = self.record
+        failures = record.failures + 1
+        if failures > self.settings.backoff_limit:
+            await self._save(stage=Stage.STALLED, failures=failures)
+            await self._host.announce(
+                "Warning", "RecoveryStalled", f"{failures - 1} recoveries in a row without progress; last: {reason}"
+            )
+            return
+        choice = await self._choice(record)
+        used = await asyncio.to_thread(lambda: highest_attempt(self._open_store(self.settings.root)))
+        attempt = max(record.attempt, used) + 1
+        pins = record.pins
+        # What is not pinned is fresh already, unless nothing is: then nobody knows who coordinated these processes.
+        ended = {
+            name: one.incarnation
+            for name, one in seen.items()
+            if one.incarnation is not None
+            and (not pins or (name in pins and one.incarnation == pins[name].incarnation))
+        }
+        recovery = Recovery(attempt=attempt, reason=reason, checkpoint=choice, started_at=started)
+        await self._save(
+            stage=Stage.REPLACING,
+            attempt=attempt,
+            ended=ended,
+            pins={},
+            restore=choice,
+            failures=failures,
+            recoveries=[*record.recoveries, recovery][-KEPT_RECOVERIES:],
+        )
+        source = f"checkpoint {choice.name}" if choice else "the input"
+        await self._host.announce("Warning", "Recovering", f"{reason}; attempt {attempt} continues from {source}")
+        if ended:
+            await self._host.end(ended)
+
+    async def _choice(self, record: CellRecord) -> Choice | None:
+        """A death during a recovery is another recovery of the same checkpoint; else the newest that verifies."""
+        if self.settings.policy == "Restart":
+            return None
+        again = record.stage is not Stage.RUNNING
+        if again and (record.restore is None or record.restore.uri not in record.refused):
+            return record.restore
+        passed_over: list[str] = []
+        chosen = await asyncio.to_thread(
+            choose,
+            self._open_store(self.settings.root),
+            self._open_store,
+            self.settings.stack_uid,
+            record.refused,
+            passed_over.append,
+        )
+        for message in passed_over:
+            await self._host.announce("Warning", "CheckpointUnusable", message)
+        return chosen
+
+    # ---- in service ---------------------------------------------------------------------------------------
+
+    async def _tend(self, seen: Mapping[str, d.Seen]) -> None:
+        """Pass on what the driver asks for, and let progress end a series of failures."""
+        rows = sum(one.status.progress.get("rows", 0) for one in seen.values() if one.status is not None)
+        if self.record.failures and self._rows and rows > self._rows:
+            await self._save(failures=0)
+        self._rows = rows
+        forget = [r for one in seen.values() if one.status is not None for r in one.status.to_forget]
+        if forget:
+            verb_id = f"forget-{secrets.token_hex(4)}"
+            with suppress(ProtocolError, Unreachable):  # the driver's next status asks again
+                await forget_all(self._clients, verb_id, forget, self._wall() + TEND_SECONDS)
+
+    async def _reopen(self, names: Mapping[str, str]) -> None:
+        for checkpoint_id in sorted(set(names.values())):
+            closed = [c for c in self._clients if names.get(c.name) == checkpoint_id]
+            await resume_all(closed, checkpoint_id, self._wall() + TEND_SECONDS)
+
+    # ---- checkpoints --------------------------------------------------------------------------------------
+
+    async def take(self, checkpoint_id: str, name: str, tell: Tell, **timeouts: float) -> Outcome:
+        """Take a checkpoint of a running cell. Raises CheckpointFailed. One at a time."""
+        record = self.record
+        if record.stage is not Stage.RUNNING or self.busy or record.open is not None:
+            raise CheckpointFailed("CellNotRunning", f"the cell is {record.stage}; try again when it runs")
+        sequence = record.sequence + 1
+        uri = join(self.settings.root, directory_name(record.attempt, sequence, checkpoint_id))
+        request = Request(
+            checkpoint_id,
+            name,
+            uri,
+            self.settings.stack_uid,
+            self.settings.cell,
+            record.attempt,
+            sequence,
+            {participant: pin.session for participant, pin in record.pins.items()},
+            timeouts.get("prepare_timeout", self.settings.prepare_timeout),
+            timeouts.get("commit_timeout", self.settings.commit_timeout),
+            self.settings.lease_grace,
+        )
+        left = OpenCheckpoint(checkpoint_id=checkpoint_id, name=name, uri=uri, sequence=sequence)
+        checkpoint = Checkpoint(
+            [c for c in self._clients if c.name in record.pins], request, self._open_store(uri), tell, self._wall
+        )
+        self._checkpoint = asyncio.create_task(self._begin(left, checkpoint))
+        return await asyncio.shield(self._checkpoint)
+
+    async def _begin(self, left: OpenCheckpoint, checkpoint: Checkpoint) -> Outcome:
+        await self._save(open=left, sequence=left.sequence)
+        try:
+            outcome = await checkpoint.take()
+        except CheckpointFailed:
+            await self._save(open=None)
+            raise
+        await self._save(open=None, failures=0)
+        return outcome
+
+    async def settle(self, *, reopen: bool = True) -> tuple[Publication, str] | None:
+        """Settle the checkpoint that was left open and reopen whoever it closed; what became of it.
+
+        `reopen=False` where the processes are about to be replaced."""
+        left = self.record.open
+        if left is None:
+            return None
+        request = Request(
+            left.checkpoint_id,
+            left.name,
+            left.uri,
+            self.settings.stack_uid,
+            self.settings.cell,
+            self.record.attempt,
+            left.sequence,
+            {},
+        )
+        if reopen:
+            await resume_all(self._clients, left.checkpoint_id, self._wall() + TEND_SECONDS)
+        grave = tombstone(request, "its coordinator ended before it was published", self._wall())
+        settled = await asyncio.to_thread(settle_left_open, self._open_store(left.uri), left, grave)
+        await self._save(open=None)
+        return settled
+
+    async def _save(self, **changes: Any) -> None:
+        """Persist first, then believe: what is not durable did not happen."""
+        async with self._changing:
+            record = self.record.model_copy(update=changes)
+            await self._host.save(record)
+            self.record = record

@@ -1,0 +1,89 @@
+"""Putting a fresh cell into service: restore everything or nothing, then resume under the cell's attempt."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from gym_servers.coordination.client import ParticipantClient, Unreachable
+from gym_servers.coordination.verbs import resume_all, retire_all
+from gym_servers.protocol import messages as m
+from gym_servers.protocol.errors import ProtocolError
+from gym_servers.storage.manifest import Publication
+
+INSTALL_SECONDS = 120.0
+
+
+class RecordsRefused(Exception):
+    """A participant does not take the records: this checkpoint cannot be restored here."""
+
+
+class InstallFailed(Exception):
+    """A death, timeout or expiry: the same checkpoint can be tried again with fresh processes."""
+
+
+async def restore_all(
+    clients: Sequence[ParticipantClient],
+    publication: Publication,
+    uri: str,
+    restore_id: str,
+    cell_attempt: int,
+    wall: Callable[[], float],
+) -> None:
+    """Restore all participants at once, then retire what the driver's output is ahead of.
+
+    Raises RecordsRefused, or InstallFailed.
+    """
+    digests = {(member.kind, member.instance): member.manifest_digest for member in publication.members}
+    missing = [c.name for c in clients if (c.kind, c.name) not in digests]
+    if missing:
+        raise RecordsRefused(f"the checkpoint has no records of {', '.join(missing)}")
+    deadline = wall() + INSTALL_SECONDS
+    results = await asyncio.gather(
+        *(
+            client.call(
+                "restore",
+                m.RestoreRequest(
+                    checkpoint_id=restore_id,
+                    deadline_ts=deadline,
+                    checkpoint_dir=uri,
+                    episode_ids=publication.episodes,
+                    cell_attempt=cell_attempt,
+                    manifest_digest=digests[client.kind, client.name],
+                ),
+                m.RestoreReply,
+            )
+            for client in clients
+        ),
+        return_exceptions=True,
+    )
+    refused = [e for e in results if isinstance(e, ProtocolError) and e.code == "invalid_checkpoint_state"]
+    if refused:
+        raise RecordsRefused("; ".join(e.detail for e in refused))
+    for error in results:
+        if isinstance(error, ProtocolError | Unreachable):
+            raise InstallFailed(str(error)) from error
+        if isinstance(error, BaseException):
+            raise error
+    await _retire_ahead(clients, restore_id, deadline)
+
+
+async def _retire_ahead(clients: Sequence[ParticipantClient], restore_id: str, deadline: float) -> None:
+    """The output may be ahead of the checkpoint: a durable row stands, its restored episode is retired."""
+    try:
+        drivers = [client for client in clients if client.kind == "collection"]
+        statuses = await asyncio.gather(*(driver.status() for driver in drivers))
+        keys = [key for status in statuses for key in status.to_retire]
+        if keys:
+            await retire_all(clients, restore_id, keys, deadline)
+    except (ProtocolError, Unreachable) as error:
+        raise InstallFailed(str(error)) from error
+
+
+async def open_all(
+    clients: Sequence[ParticipantClient], verb_id: str, cell_attempt: int, wall: Callable[[], float]
+) -> None:
+    """Resume every participant under the cell's attempt. Raises InstallFailed."""
+    problems = await resume_all(clients, verb_id, wall() + INSTALL_SECONDS, cell_attempt)
+    if problems:
+        raise InstallFailed("; ".join(problems.values()))

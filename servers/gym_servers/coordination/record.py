@@ -1,0 +1,76 @@
+"""What a coordinator must not forget about a cell: persisted before each act that depends on it.
+
+On Kubernetes it is part of the stack's status, locally a file. All of a cell's history follows from it: which
+processes are meant, which attempt they run under, what is being restored, which checkpoint is open.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from pydantic import BaseModel, ConfigDict
+from pydantic.alias_generators import to_camel
+
+KEPT_RECOVERIES = 20
+
+
+class Stage(StrEnum):
+    """replacing: old processes are being ended. starting: fresh ones come up and are restored or resumed.
+    running: in service. stalled: recovery was tried too often without progress."""
+
+    REPLACING = "replacing"
+    STARTING = "starting"
+    RUNNING = "running"
+    STALLED = "stalled"
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, alias_generator=to_camel, validate_by_name=True, validate_by_alias=True)
+
+
+class Pin(_Part):
+    """A process as it was met: `incarnation` is its host's name for it, `session` its own."""
+
+    incarnation: str
+    session: str
+
+
+class Choice(_Part):
+    """The checkpoint being restored. `digest` is the SHA-256 of its `checkpoint.json`."""
+
+    uri: str
+    digest: str
+    checkpoint_id: str
+    name: str
+
+
+class OpenCheckpoint(_Part):
+    """A checkpoint that was begun and is not settled."""
+
+    checkpoint_id: str
+    name: str
+    uri: str
+    sequence: int
+
+
+class Recovery(_Part):
+    """One replacement of the cell's processes; `seconds` until it ran again, None while it does not."""
+
+    attempt: int
+    reason: str
+    checkpoint: Choice | None
+    started_at: float
+    seconds: float | None = None
+
+
+class CellRecord(_Part):
+    stage: Stage = Stage.STARTING
+    attempt: int = 0
+    sequence: int = 0
+    ended: dict[str, str] = {}
+    pins: dict[str, Pin] = {}
+    restore: Choice | None = None
+    refused: list[str] = []
+    failures: int = 0
+    open: OpenCheckpoint | None = None
+    recoveries: list[Recovery] = []

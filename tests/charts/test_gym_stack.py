@@ -1,0 +1,197 @@
+"""The stack's chart: what it renders is a stack the operator accepts, and its refusals say what to set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from gym_operator.rules.workloads import StackContext, build_children
+from gym_servers.stack.settings import StackIdentity
+from gym_servers.stack.spec import StackSpec, parse_spec
+
+Objects = dict[tuple[str, str], dict[str, Any]]
+Render = Callable[..., Objects]
+CHART = "gym-stack"
+DEMO = {"demo.enabled": True, "s3.bucket": "bucket"}
+SERVERS: list[dict[str, Any]] = [
+    {"name": "world", "kind": "environment", "server": "single-agent-turn"},
+    {"name": "policy", "kind": "model", "server": "vllm", "config": {"base_url": "http://llm:8000"}},
+    {"name": "agent", "kind": "agent", "server": "simple-agent"},
+    {"name": "tools", "kind": "resources", "server": "my.module:Tools"},
+]
+
+
+def spec_of(objects: Objects, name: str = "rel") -> StackSpec:
+    return parse_spec(objects["GymStack", name]["spec"])
+
+
+def container(objects: Objects, name: str) -> dict[str, Any]:
+    (only,) = objects["Deployment", name]["spec"]["template"]["spec"]["containers"]
+    return dict(only)
+
+
+def test_lints(helm: Callable[..., Any]) -> None:
+    done = helm("lint", "--strict", CHART, "--set=demo.enabled=true,s3.bucket=bucket")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_demo_is_a_whole_stack(render: Render) -> None:
+    objects = render(CHART, DEMO)
+    spec = spec_of(objects)
+    by_kind = {server.kind: server for server in spec.servers}
+    engine, journal = ("Service", "rel-engine"), ("Service", "rel-journal")
+    assert engine in objects and journal in objects
+    assert by_kind["model"].config["base_url"] == "http://rel-engine:8000"
+    assert by_kind["resources"].config["journal"] == "http://rel-journal:8000"
+
+
+def test_the_demo_s_engine_and_journal(render: Render) -> None:
+    objects = render(CHART, {**DEMO, "demo.tokensPerSecond": 12.5})
+    engine, journal = container(objects, "rel-engine"), container(objects, "rel-journal")
+    assert engine["command"] + engine["args"] == [
+        "gym-servers",
+        "engine",
+        "--host=0.0.0.0",
+        "--port=8000",
+        "--tokens-per-second=12.5",
+        "--journal=http://rel-journal:8000",
+    ]
+    assert journal["command"] + journal["args"] == [
+        "gym-servers",
+        "journal",
+        "--host=0.0.0.0",
+        "--port=8000",
+        "--file=/data/journal.jsonl",
+    ]
+    assert "/data" in [mount["mountPath"] for mount in journal["volumeMounts"]]
+    assert objects["Deployment", "rel-journal"]["spec"]["strategy"] == {"type": "Recreate"}
+
+
+@pytest.mark.parametrize("program", ["engine", "journal"])
+def test_a_demo_service_selects_its_program_alone(render: Render, program: str) -> None:
+    objects = render(CHART, DEMO)
+    selector = objects["Service", f"rel-{program}"]["spec"]["selector"]
+    for other in ("engine", "journal"):
+        labels = objects["Deployment", f"rel-{other}"]["spec"]["template"]["metadata"]["labels"]
+        assert (selector.items() <= labels.items()) == (other == program)
+
+
+def test_without_the_demo_there_is_only_the_stack(render: Render) -> None:
+    objects = render(CHART, {"servers": SERVERS, "s3.bucket": "bucket"})
+    assert set(objects) == {("GymStack", "rel"), ("Pod", "rel-test")}
+    assert [server.name for server in spec_of(objects).servers] == ["world", "policy", "agent", "tools"]
+
+
+def test_all_values_arrive(render: Render) -> None:
+    values = {
+        "servers": SERVERS,
+        "image": {"repository": "r.example/g", "tag": "v2", "pullPolicy": "Always"},
+        "imagePullSecrets": [{"name": "reg"}],
+        "collection": {"tasks": "s3://bucket/t.jsonl", "output": "s3://bucket/rows", "repeats": 4},
+        "checkpoints": {"prepareTimeout": "30s", "commitTimeout": "5m"},
+        "s3": {
+            "bucket": "bucket",
+            "prefix": "a/b",
+            "endpoint": "http://s3:9000",
+            "region": "eu-west-1",
+            "addressingStyle": "path",
+            "existingSecret": "keys",
+        },
+        "recovery": {"policy": "Restart", "backoffLimit": 9},
+        "suspend": True,
+    }
+    spec = spec_of(render(CHART, values))
+    assert (spec.image, spec.image_pull_policy) == ("r.example/g:v2", "Always")
+    assert [secret.name for secret in spec.image_pull_secrets] == ["reg"]
+    assert spec.collection is not None and spec.collection.repeats == 4
+    assert (spec.checkpoints.prepare_timeout, spec.checkpoints.commit_timeout) == ("30s", "5m")
+    assert spec.s3 is not None and spec.s3.document() == {
+        "bucket": "bucket",
+        "prefix": "a/b",
+        "endpoint": "http://s3:9000",
+        "region": "eu-west-1",
+        "addressingStyle": "path",
+        "credentialsSecret": "keys",
+    }
+    assert (spec.recovery.policy, spec.recovery.backoff_limit, spec.suspend) == ("Restart", 9, True)
+
+
+def test_credentials_are_created_named_or_left_to_a_role(render: Render) -> None:
+    created = render(CHART, {**DEMO, "s3.accessKeyId": "id", "s3.secretAccessKey": "key"})
+    assert created["Secret", "rel-s3"]["stringData"] == {
+        "AWS_ACCESS_KEY_ID": "id",
+        "AWS_SECRET_ACCESS_KEY": "key",
+    }
+    s3 = spec_of(created).s3
+    assert s3 is not None and s3.credentials_secret == "rel-s3"
+
+    role = render(
+        CHART, {**DEMO, "serviceAccount": {"create": True, "annotations": {"eks.amazonaws.com/role-arn": "arn"}}}
+    )
+    assert not [name for kind, name in role if kind == "Secret"]
+    assert spec_of(role).service_account_name == "rel"
+    account = role["ServiceAccount", "rel"]
+    assert account["metadata"]["annotations"] == {"eks.amazonaws.com/role-arn": "arn"}
+    assert account["automountServiceAccountToken"] is False
+
+
+def test_the_test_pod_may_reach_the_environment(render: Render) -> None:
+    objects = render(CHART, {"servers": SERVERS, "s3.bucket": "bucket"})
+    pod = objects["Pod", "rel-test"]
+    assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    (container,) = pod["spec"]["containers"]
+    url = container["env"][0]["value"]
+    stack = StackContext(StackIdentity(namespace="team", name="rel", uid="u"), spec_of(objects), "gym-system")
+    children = {(m["kind"], m["metadata"]["name"]): m for m in build_children(stack)}
+    service = children["Service", url.removeprefix("http://").split(":")[0]]
+    assert service["metadata"]["labels"]["gymops.dev/server"] == "world"
+    ingress = children["NetworkPolicy", "rel-servers"]["spec"]["ingress"]
+    (data,) = [rule for rule in ingress if rule["ports"][0]["port"] == "data"]
+    (source,) = data["from"]
+    assert source["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    # It must not be taken for a server: services select by UID.
+    assert not service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    compile(container["args"][0], "test", "exec")
+
+
+def test_pods_are_restricted(render: Render, assert_restricted: Callable[..., None]) -> None:
+    assert_restricted(render(CHART, DEMO))
+
+
+def test_an_upgrade_of_the_chart_does_not_replace_the_journal(render: Render) -> None:
+    labels = render(CHART, DEMO)["Deployment", "rel-journal"]["spec"]["template"]["metadata"]["labels"]
+    assert not {"helm.sh/chart", "app.kubernetes.io/version"} & labels.keys()
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"s3.bucket": "bucket"}, "a stack needs servers"),
+        ({"demo.enabled": True}, "checkpoints need a place: set s3.bucket"),
+        (
+            {
+                "demo.enabled": True,
+                "checkpoints.enabled": False,
+                "collection": {"tasks": "s3://bkt/t", "output": "s3://bkt/o"},
+            },
+            "set s3.bucket",
+        ),
+        ({**DEMO, "s3.accessKeyId": "id"}, "belong together"),
+        ({**DEMO, "s3.accessKeyId": "i", "s3.secretAccessKey": "k", "s3.existingSecret": "e"}, "not both"),
+        ({**DEMO, "collection": {"tasks": "s3://bkt/t"}}, "output"),
+        ({**DEMO, "collection": {"tasks": "t", "output": "/rows"}}, "output"),
+        ({**DEMO, "cells": 2}, "cells"),
+        ({**DEMO, "demo.tokensPerSecond": 0}, "tokensPerSecond"),
+        ({**DEMO, "servers": [{**SERVERS[0], "replicas": 2}]}, "replicas"),
+    ],
+)
+def test_refusals_say_what_to_set(
+    refuse: Callable[[str, dict[str, Any]], str], values: dict[str, Any], says: str
+) -> None:
+    assert says in refuse(CHART, values)
+
+
+def test_a_refusal_does_not_show_a_secret(refuse: Callable[[str, dict[str, Any]], str]) -> None:
+    assert "hunter2" not in refuse(CHART, {**DEMO, "s3.secretAccessKey": "hunter2"})

@@ -1,0 +1,154 @@
+"""The CRDs in a real API server: their rules compile, refuse what they should, and say what to write instead."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gym_kit import tools
+from gym_kit.cluster.local.api_only import api_server_only
+from gym_kit.progress import Progress
+from gym_operator.api.stack import GymStack
+from gym_operator.rules.workloads import StackContext, build_children, build_control_secret
+
+ROOT = Path(__file__).parents[2]
+Change = Callable[[dict[str, Any]], object]
+Kubectl = Callable[..., "subprocess.CompletedProcess[str]"]
+
+STACK: dict[str, Any] = {
+    "apiVersion": "gymops.dev/v1alpha1",
+    "kind": "GymStack",
+    "metadata": {"name": "demo", "namespace": "default"},
+    "spec": {
+        "image": "registry.example/gym:1",
+        "servers": [
+            {"name": "env", "kind": "environment", "server": "single-agent-turn"},
+            {"name": "policy", "kind": "model", "server": "vllm", "config": {"any": {"depth": [1, 0.5]}}},
+            {"name": "agent", "kind": "agent", "server": "simple-agent"},
+            {"name": "counter", "kind": "resources", "server": "counter", "resources": {"limits": {"cpu": 1}}},
+        ],
+        "collection": {"tasks": "s3://bucket/tasks.jsonl", "output": "s3://bucket/rows"},
+        "checkpoints": {"storage": {"s3": {"bucket": "bucket", "credentialsSecret": "keys"}}},
+    },
+}
+CHECKPOINT: dict[str, Any] = {
+    "apiVersion": "gymops.dev/v1alpha1",
+    "kind": "GymCheckpoint",
+    "metadata": {"name": "first", "namespace": "default"},
+    "spec": {"stackRef": {"name": "demo"}, "labels": {"step": "7"}},
+}
+
+
+@pytest.fixture(scope="module")
+def kubectl() -> Iterator[Kubectl]:
+    """Runs kubectl against an API server that has the CRDs."""
+    with api_server_only(Progress.to_stderr()) as server:
+
+        def run(*arguments: str, given: Any = None) -> subprocess.CompletedProcess[str]:
+            return subprocess.run(
+                [str(tools.kubectl()), f"--kubeconfig={server.kubeconfig}", *arguments],
+                input=None if given is None else json.dumps(given),
+                capture_output=True,
+                text=True,
+                timeout=60,
+            )
+
+        for arguments in (
+            ("apply", "--server-side", f"--filename={ROOT / 'crds'}"),
+            ("wait", "crd", "--all", "--for=condition=Established", "--timeout=30s"),
+        ):
+            done = run(*arguments)
+            assert done.returncode == 0, done.stderr
+        yield run
+
+
+def create(kubectl: Kubectl, body: dict[str, Any], output: str = "json") -> subprocess.CompletedProcess[str]:
+    return kubectl("create", "--dry-run=server", f"--output={output}", "--filename=-", given=body)
+
+
+def test_a_stack_gets_its_defaults_and_a_status_nobody_has_looked_at(kubectl: Kubectl) -> None:
+    done = create(kubectl, STACK)
+    assert done.returncode == 0, done.stderr
+    stack = json.loads(done.stdout)
+    assert stack["status"] == {"observedGeneration": -1}
+    assert stack["spec"]["recovery"] == {"policy": "Restore", "backoffLimit": 5}
+    assert stack["spec"]["servers"][1]["config"] == {"any": {"depth": [1, 0.5]}}
+
+
+def test_its_children_are_accepted_under_the_restricted_standard(kubectl: Kubectl) -> None:
+    label = "pod-security.kubernetes.io/warn=restricted"
+    assert kubectl("label", "namespace", "default", "--overwrite", label).returncode == 0
+    stack = GymStack.parse(json.loads(create(kubectl, STACK).stdout))
+    context = StackContext(stack.identity, stack.spec, "gym-system")
+    children = [*build_children(context), build_control_secret(context, "token", "cookie")]
+    done = create(kubectl, {"apiVersion": "v1", "kind": "List", "items": children}, output="name")
+    assert done.returncode == 0, done.stderr
+    assert "PodSecurity" not in done.stderr
+    assert len(done.stdout.splitlines()) == len(children)
+
+
+REFUSALS: list[tuple[Change, str]] = [
+    (lambda b: b["spec"].update(cells=2), "more than one cell is not supported yet: set cells: 1"),
+    (lambda b: b["spec"].pop("image"), "spec.image: Required value"),
+    (lambda b: b["spec"].pop("checkpoints"), "spec.checkpoints: Required value"),
+    (lambda b: b["spec"]["servers"].pop(0), "exactly one server of kind environment"),
+    (lambda b: b["spec"]["servers"].pop(1), "exactly one server of kind model"),
+    (lambda b: b["spec"]["servers"].pop(2), "exactly one server of kind agent"),
+    (lambda b: b["spec"]["servers"].pop(3), "at least one server of kind resources"),
+    (lambda b: b["spec"]["servers"][3].update(name="env"), "Duplicate value"),
+    (lambda b: b["spec"]["servers"][3].update(name="collection"), "belongs to the driver"),
+    (lambda b: b["spec"]["servers"][3].update(name="counter-0"), "cannot end in a dash and a number"),
+    (lambda b: b["spec"]["servers"][3].update(name="0counter"), "beginning with a letter"),
+    (lambda b: b["spec"]["servers"][3].update(server="a b"), "package.module:Class"),
+    (lambda b: b["spec"]["servers"][3].update(replicas=2), 'unknown field "spec.servers[3].replicas"'),
+    (lambda b: b["metadata"].update(name="a" * 42), "at most 52 characters"),
+    (lambda b: b["metadata"].update(name="a.b"), "only lower-case letters, digits and dashes"),
+    (lambda b: b["metadata"].update(name="1a"), "begins with a letter"),
+    (lambda b: b["spec"]["checkpoints"].pop("storage"), "checkpoints need a place: set storage.s3.bucket"),
+    (lambda b: b["spec"].update(checkpoints={"enabled": False}), "need checkpoints.storage.s3"),
+    (lambda b: b["spec"]["checkpoints"].update(storage={}), "set storage.s3.bucket"),
+    (lambda b: b["spec"]["checkpoints"].update(storage={"directory": "/x"}), "unknown field"),
+    (lambda b: b["spec"]["checkpoints"]["storage"]["s3"].update(bucket="b/x"), "goes into prefix"),
+    (lambda b: b["spec"]["checkpoints"].update(prepareTimeout="60"), "a whole number and a unit"),
+    (lambda b: b["spec"]["checkpoints"].update(prepareTimeout="25h"), "a duration is at most 24h"),
+    (lambda b: b["spec"]["collection"].update(output="/rows"), "output must be an s3:// URI"),
+    (lambda b: b["spec"]["collection"].update(tasks="http://x/y"), "write s3://bucket/key, or a path"),
+]
+
+
+@pytest.mark.parametrize(("change", "says"), REFUSALS, ids=[says for _, says in REFUSALS])
+def test_refusals_say_what_to_write(kubectl: Kubectl, change: Change, says: str) -> None:
+    body = copy.deepcopy(STACK)
+    change(body)
+    done = create(kubectl, body)
+    assert done.returncode != 0
+    assert says in done.stderr
+
+
+def test_a_checkpoint_s_spec_never_changes(kubectl: Kubectl) -> None:
+    assert kubectl("apply", "--filename=-", given=CHECKPOINT).returncode == 0
+    changed = {**CHECKPOINT, "spec": {**CHECKPOINT["spec"], "labels": {"step": "8"}}}
+    done = kubectl("apply", "--filename=-", given=changed)
+    assert done.returncode != 0
+    assert "create another GymCheckpoint instead" in done.stderr
+    labelled = {**CHECKPOINT, "metadata": {**CHECKPOINT["metadata"], "labels": {"team": "a"}}}
+    assert kubectl("apply", "--filename=-", given=labelled).returncode == 0
+
+
+def test_both_kinds_are_in_the_category_and_have_short_names(kubectl: Kubectl) -> None:
+    assert kubectl("apply", "--filename=-", given=STACK).returncode == 0
+    everything = kubectl("get", "gym").stdout
+    assert "gymstack.gymops.dev/demo" in everything
+    for short in ("gstack", "gckpt"):
+        assert kubectl("get", short).stdout.splitlines()[0].split()[0] == "NAME"
+
+
+def test_explain_reads_well(kubectl: Kubectl) -> None:
+    said = kubectl("explain", "gymstack.spec.checkpoints.storage.s3.credentialsSecret").stdout
+    assert "AWS_ACCESS_KEY_ID" in said

@@ -1,0 +1,131 @@
+"""The CRDs: fresh, structural, and complete in what Kubernetes and its users expect of a kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gym_operator import crds
+from gym_operator.structural import structural_schema
+from gym_servers.stack.wire import WireModel
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_generated_files_are_fresh() -> None:
+    assert crds.stale(ROOT) == [], "run python -m gym_operator.crds"
+
+
+def test_stale_files_are_found(tmp_path: Path) -> None:
+    assert set(crds.stale(tmp_path)) == set(crds.files())
+
+
+def version(kind: crds.Kind) -> dict[str, Any]:
+    (only,) = crds.crd(kind)["spec"]["versions"]
+    return dict(only)
+
+
+def nodes(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Every schema inside a schema, itself included."""
+    yield schema
+    for inner in schema.get("properties", {}).values():
+        yield from nodes(inner)
+    for key in ("items", "additionalProperties"):
+        if isinstance(schema.get(key), dict):
+            yield from nodes(schema[key])
+
+
+@pytest.mark.parametrize("kind", crds.KINDS, ids=lambda kind: kind.kind)
+class TestEveryKind:
+    def test_is_structural(self, kind: crds.Kind) -> None:
+        forbidden = {"$ref", "$defs", "title", "propertyNames", "const", "nullable", "exclusiveMinimum"}
+        for node in nodes(version(kind)["schema"]["openAPIV3Schema"]):
+            assert not forbidden & node.keys()
+            assert node.get("additionalProperties") is not False
+            assert "type" in node or "x-kubernetes-int-or-string" in node
+            assert not any(key.startswith("x-gymops") for key in node)
+
+    def test_bounds_every_text_list_and_map_of_its_spec(self, kind: crds.Kind) -> None:
+        for node in nodes(version(kind)["schema"]["openAPIV3Schema"]["properties"]["spec"]):
+            if node.get("type") == "string":
+                assert node.keys() & {"maxLength", "enum"}
+            if node.get("type") == "array":
+                assert "maxItems" in node
+            if node.get("type") == "object" and "properties" not in node:
+                assert "maxProperties" in node
+
+    def test_describes_every_field(self, kind: crds.Kind) -> None:
+        schema = version(kind)["schema"]["openAPIV3Schema"]["properties"]
+        for part in ("spec", "status"):
+            for node in nodes(schema[part]):
+                for name, field in node.get("properties", {}).items():
+                    assert field.get("description"), f"{kind.kind}.{part}: {name} has no description"
+
+    def test_has_a_status_that_says_not_looked_at(self, kind: crds.Kind) -> None:
+        assert version(kind)["subresources"] == {"status": {}}
+        status = version(kind)["schema"]["openAPIV3Schema"]["properties"]["status"]
+        assert status["default"] == {"observedGeneration": -1}
+        # Nothing else: a default inside would put claims into a status nobody wrote.
+        assert not any("default" in node for node in nodes(status) if node is not status)
+
+    def test_has_conditions_that_several_writers_can_merge(self, kind: crds.Kind) -> None:
+        conditions = version(kind)["schema"]["openAPIV3Schema"]["properties"]["status"]["properties"]["conditions"]
+        assert conditions["x-kubernetes-list-type"] == "map"
+        assert conditions["x-kubernetes-list-map-keys"] == ["type"]
+
+    def test_has_names_and_columns(self, kind: crds.Kind) -> None:
+        spec = crds.crd(kind)["spec"]
+        assert spec["names"]["categories"] == ["gym"]
+        assert spec["names"]["shortNames"] in (["gstack"], ["gckpt"])
+        columns = [column["name"] for column in version(kind)["additionalPrinterColumns"]]
+        assert "Phase" in columns and columns[-1] == "Age"
+
+    def test_rules_have_messages(self, kind: crds.Kind) -> None:
+        rules = [
+            rule
+            for node in nodes(version(kind)["schema"]["openAPIV3Schema"])
+            for rule in node.get("x-kubernetes-validations", [])
+        ]
+        assert rules
+        assert all(rule["message"] for rule in rules)
+
+
+def stack_spec_schema() -> dict[str, Any]:
+    schema: dict[str, Any] = version(crds.KINDS[0])["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    return schema
+
+
+def test_the_cluster_demands_an_image_and_knows_no_directory() -> None:
+    spec = stack_spec_schema()
+    assert set(spec["required"]) == {"image", "servers", "checkpoints"}
+    storage = spec["properties"]["checkpoints"]["properties"]["storage"]
+    assert list(storage["properties"]) == ["s3"]
+
+
+def test_a_server_s_config_is_free() -> None:
+    config = stack_spec_schema()["properties"]["servers"]["items"]["properties"]["config"]
+    assert config["x-kubernetes-preserve-unknown-fields"] is True
+
+
+def test_a_checkpoint_never_changes() -> None:
+    spec = version(crds.KINDS[1])["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    assert "self == oldSelf" in [rule["rule"] for rule in spec["x-kubernetes-validations"]]
+
+
+def test_the_chart_s_crd_is_the_same_but_for_its_metadata() -> None:
+    for kind in crds.KINDS:
+        text = crds.files()[f"charts/gym-operator/templates/crds/{kind.plural}.yaml"]
+        plain = "\n".join(line for line in text.splitlines() if "{{" not in line)
+        assert yaml.safe_load(plain)["spec"] == crds.crd(kind)["spec"]
+
+
+def test_a_choice_of_types_is_refused() -> None:
+    class Choice(WireModel):
+        value: int | str
+
+    with pytest.raises(ValueError, match="cannot hold a choice"):
+        structural_schema(Choice)

@@ -1,0 +1,114 @@
+"""What a GymStack.spec may say, and what the refusals tell the user to write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from gym_servers.stack.durations import parse_duration
+from gym_servers.stack.spec import SpecError, check_stack_name, parse_spec
+
+Change = Callable[[dict[str, Any]], object]
+
+
+def test_defaults_are_filled_in(spec_document: dict[str, Any]) -> None:
+    spec = parse_spec(spec_document)
+    assert spec.cells == 1
+    assert spec.checkpoints.enabled
+    assert (spec.checkpoints.prepare_timeout, spec.checkpoints.commit_timeout) == ("60s", "120s")
+    assert (spec.recovery.policy, spec.recovery.backoff_limit) == ("Restore", 5)
+    assert spec.collection is not None
+    assert (spec.collection.repeats, spec.collection.concurrency, spec.collection.max_failures) == (1, 64, 3)
+
+
+def test_collection_takes_part_under_its_reserved_name(spec_document: dict[str, Any]) -> None:
+    participants = parse_spec(spec_document).participants()
+    assert [(p.name, p.kind) for p in participants][-1] == ("collection", "collection")
+    assert len(participants) == 5
+
+
+def test_checkpoints_can_be_off_without_a_place(spec_document: dict[str, Any]) -> None:
+    del spec_document["collection"]
+    spec_document["checkpoints"] = {"enabled": False}
+    assert parse_spec(spec_document).s3 is None
+
+
+def test_the_local_runner_needs_no_image_and_no_bucket(spec_document: dict[str, Any]) -> None:
+    del spec_document["image"]
+    spec_document["checkpoints"]["storage"] = {"directory": "/tmp/checkpoints"}
+    spec_document["collection"] = {"tasks": "tasks.jsonl", "output": "rows"}
+    assert parse_spec(spec_document).s3 is None
+
+
+REFUSALS: list[tuple[Change, str]] = [
+    (lambda s: s.update(cells=2), "more than one cell is not supported yet"),
+    (lambda s: s["servers"].pop(0), "exactly one server of kind environment"),
+    (lambda s: s["servers"].pop(1), "exactly one server of kind model"),
+    (lambda s: s["servers"].pop(2), "exactly one server of kind agent"),
+    (lambda s: s["servers"].pop(3), "at least one server of kind resources"),
+    (
+        lambda s: s["servers"].append({"name": "b", "kind": "agent", "server": "simple-agent"}),
+        "exactly one server of kind agent",
+    ),
+    (
+        lambda s: s["servers"].append({"name": "counter", "kind": "resources", "server": "counter"}),
+        "two servers are named counter",
+    ),
+    (lambda s: s["servers"][3].update(name="collection"), "belongs to the driver"),
+    (lambda s: s["servers"][3].update(name="counter-0"), "cannot end in a dash and a number"),
+    (lambda s: s["servers"][3].update(name="0counter"), "beginning with a letter"),
+    (lambda s: s["servers"][3].update(name="c" * 31), "at most 30 characters"),
+    (lambda s: s["servers"][3].update(server="a b"), "package.module:Class"),
+    (lambda s: s["servers"][3].update(replicas=2), "Extra inputs are not permitted"),
+    (lambda s: s.update(image_pull_policy="Always"), "Extra inputs are not permitted"),
+    (lambda s: s.pop("checkpoints"), "checkpoints: Field required"),
+    (lambda s: s["checkpoints"].pop("storage"), "checkpoints need a place"),
+    (lambda s: s["checkpoints"]["storage"].update(directory="/x"), "exactly one of s3 and directory"),
+    (lambda s: s["checkpoints"]["storage"]["s3"].update(bucket="b/prefix"), "goes into prefix"),
+    (lambda s: s["checkpoints"]["storage"]["s3"].update(prefix="/a"), "none at the ends"),
+    (lambda s: s["checkpoints"]["storage"]["s3"].update(endpoint="minio:9000"), "http:// or https://"),
+    (lambda s: s["checkpoints"].update(prepareTimeout="60"), "a whole number and a unit"),
+    (lambda s: s["checkpoints"].update(commitTimeout="25h"), "at most 24h"),
+    (lambda s: s["collection"].update(tasks="http://x/y"), "write s3://bucket/key, or a path"),
+    (lambda s: s["collection"].update(concurrency=0), "greater than or equal to 1"),
+    (lambda s: s.update(checkpoints={"enabled": False}), "need checkpoints.storage.s3"),
+]
+
+
+@pytest.mark.parametrize(("change", "says"), REFUSALS, ids=[says for _, says in REFUSALS])
+def test_refusals_say_what_to_write(spec_document: dict[str, Any], change: Change, says: str) -> None:
+    change(spec_document)
+    with pytest.raises(SpecError, match=says.replace("(", r"\(")):
+        parse_spec(spec_document)
+
+
+def test_a_refusal_never_repeats_the_value(spec_document: dict[str, Any]) -> None:
+    spec_document["checkpoints"]["storage"]["s3"]["endpoint"] = "user:hunter2@host"
+    with pytest.raises(SpecError) as refusal:
+        parse_spec(spec_document)
+    assert "hunter2" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "fits"), [("a" * 41, True), ("a" * 42, False), ("1a", False), ("a.b", False), ("a-", False)]
+)
+def test_a_stack_name_must_leave_room_for_its_servers(spec_document: dict[str, Any], name: str, fits: bool) -> None:
+    spec = parse_spec(spec_document)  # its longest server is `collection`: 41 + 1 + 10 = 52
+    if fits:
+        check_stack_name(name, spec)
+    else:
+        with pytest.raises(SpecError):
+            check_stack_name(name, spec)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("1s", 1), ("90s", 90), ("2m", 120), ("24h", 86400)])
+def test_durations(text: str, seconds: int) -> None:
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "0s", "1", "1m30s", "1.5h", "-1s", "1s\n", "25h"])
+def test_no_durations(text: str) -> None:
+    with pytest.raises(ValueError, match=r"duration|whole number"):
+        parse_duration(text)

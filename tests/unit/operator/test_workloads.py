@@ -1,0 +1,264 @@
+"""The children of a stack: what must hold of each manifest for pods to be safe, reachable and replaceable."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from gym_operator.api import names
+from gym_operator.rules.workloads import (
+    Manifest,
+    StackContext,
+    build_children,
+    build_control_secret,
+    is_foreign,
+    needs_update,
+)
+from gym_servers.stack.settings import ServerSettings
+
+Build = Callable[[dict[str, Any]], StackContext]
+SERVERS = ["env", "policy", "agent", "counter", "collection"]
+
+
+@pytest.fixture
+def children(context: Build, spec_document: dict[str, Any]) -> tuple[Manifest, ...]:
+    return build_children(context(spec_document))
+
+
+def of_kind(manifests: tuple[Manifest, ...], kind: str) -> dict[str, Manifest]:
+    return {m["metadata"]["name"]: m for m in manifests if m["kind"] == kind}
+
+
+def pod_of(manifests: tuple[Manifest, ...], server: str) -> Manifest:
+    template: Manifest = of_kind(manifests, "StatefulSet")[f"demo-{server}"]["spec"]["template"]
+    return template
+
+
+def container_of(manifests: tuple[Manifest, ...], server: str) -> dict[str, Any]:
+    (container,) = pod_of(manifests, server)["spec"]["containers"]
+    return dict(container)
+
+
+def selects(selector: dict[str, str], labels: dict[str, str]) -> bool:
+    return selector.items() <= labels.items()
+
+
+def test_there_is_a_workload_and_two_services_per_server(children: tuple[Manifest, ...]) -> None:
+    assert set(of_kind(children, "StatefulSet")) == {f"demo-{name}" for name in SERVERS}
+    assert set(of_kind(children, "Service")) == {f"demo-{name}{end}" for name in SERVERS for end in ("", "-0")}
+    assert set(of_kind(children, "ConfigMap")) == {"demo-config"}
+
+
+def test_what_pods_need_is_applied_before_the_pods(children: tuple[Manifest, ...]) -> None:
+    kinds = [child["kind"] for child in children]
+    assert kinds.index("StatefulSet") == len(kinds) - len(SERVERS)
+
+
+def test_the_stack_owns_every_child(context: Build, spec_document: dict[str, Any]) -> None:
+    stack = context(spec_document)
+    for child in (*build_children(stack), build_control_secret(stack, "t", "c")):
+        (owner,) = child["metadata"]["ownerReferences"]
+        assert (owner["kind"], owner["uid"]) == ("GymStack", stack.identity.uid)
+        assert owner["controller"] and owner["blockOwnerDeletion"]
+        assert child["metadata"]["namespace"] == "team"
+        assert not is_foreign(child, stack.identity.uid)
+        assert is_foreign(child, "another-uid")
+    assert is_foreign({"metadata": {"name": "demo-env"}}, stack.identity.uid)
+
+
+def test_only_the_operator_replaces_pods(children: tuple[Manifest, ...]) -> None:
+    for stateful_set in of_kind(children, "StatefulSet").values():
+        spec = stateful_set["spec"]
+        assert spec["replicas"] == 1
+        assert spec["updateStrategy"] == {"type": "OnDelete"}
+        assert spec["podManagementPolicy"] == "Parallel"
+        assert spec["serviceName"] == stateful_set["metadata"]["name"]
+        assert selects(spec["selector"]["matchLabels"], spec["template"]["metadata"]["labels"])
+
+
+def test_a_stopped_stack_keeps_no_pods(context: Build, spec_document: dict[str, Any]) -> None:
+    stopped = build_children(context(spec_document), running=False)
+    assert {s["spec"]["replicas"] for s in of_kind(stopped, "StatefulSet").values()} == {0}
+
+
+@pytest.mark.parametrize("server", SERVERS)
+def test_pods_meet_the_restricted_standard(children: tuple[Manifest, ...], server: str) -> None:
+    pod, container = pod_of(children, server)["spec"], container_of(children, server)
+    assert pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["runAsUser"] == 65532
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["enableServiceLinks"] is False
+    writable = [m["mountPath"] for m in container["volumeMounts"] if not m.get("readOnly")]
+    assert writable == ["/tmp"]
+
+
+def test_a_process_finds_its_settings_cell_and_secrets(children: tuple[Manifest, ...]) -> None:
+    container, pod = container_of(children, "agent"), pod_of(children, "agent")["spec"]
+    env = {entry["name"]: entry for entry in container["env"]}
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert container["command"] == ["gym-servers", "serve", "--settings", "/etc/gym/agent.json"]
+    assert volumes["settings"]["configMap"] == {
+        "name": "demo-config",
+        "items": [{"key": "agent.json", "path": "agent.json"}],
+    }
+    assert "pod-index" in env["GYM_CELL"]["valueFrom"]["fieldRef"]["fieldPath"]
+    for variable, key in (
+        ("GYM_CONTROL_TOKEN_FILE", names.CONTROL_TOKEN_KEY),
+        ("GYM_COOKIE_SECRET_FILE", names.COOKIE_SECRET_KEY),
+    ):
+        assert env[variable]["value"] == f"{mounts['secrets']}/{key}"
+    assert volumes["secrets"]["secret"]["secretName"] == "demo-control"
+
+
+def test_the_secret_s_keys_are_the_files_pods_read(context: Build, spec_document: dict[str, Any]) -> None:
+    secret = build_control_secret(context(spec_document), "token", "cookie")
+    assert secret["stringData"] == {"control-token": "token", "cookie-secret": "cookie"}
+    assert secret["immutable"] is True
+
+
+def test_readiness_is_looked_at_every_second_and_liveness_is_patient(children: tuple[Manifest, ...]) -> None:
+    container = container_of(children, "env")
+    ready, alive = container["readinessProbe"], container["livenessProbe"]
+    assert ready["httpGet"] == {"path": "/readyz", "port": "data"} and ready["periodSeconds"] == 1
+    assert alive["httpGet"] == {"path": "/livez", "port": "data"}
+    assert alive["periodSeconds"] * alive["failureThreshold"] >= 60
+
+
+def credentials(children: tuple[Manifest, ...], server: str) -> dict[str, str]:
+    return {
+        entry["name"]: entry["valueFrom"]["secretKeyRef"]["name"]
+        for entry in container_of(children, server)["env"]
+        if entry["name"].startswith("AWS_")
+    }
+
+
+def test_s3_credentials_come_from_the_named_secret(children: tuple[Manifest, ...]) -> None:
+    for server in SERVERS:
+        assert credentials(children, server) == dict.fromkeys(
+            ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), "s3-keys"
+        )
+
+
+def test_without_a_secret_a_role_is_used(context: Build, spec_document: dict[str, Any]) -> None:
+    del spec_document["checkpoints"]["storage"]["s3"]["credentialsSecret"]
+    spec_document["serviceAccountName"] = "with-role"
+    children = build_children(context(spec_document))
+    assert credentials(children, "env") == {}
+    assert pod_of(children, "env")["spec"]["serviceAccountName"] == "with-role"
+
+
+def test_a_process_without_storage_gets_no_credentials(context: Build, spec_document: dict[str, Any]) -> None:
+    spec_document["checkpoints"]["enabled"] = False
+    children = build_children(context(spec_document))
+    assert credentials(children, "env") == {}
+    assert credentials(children, "collection")
+
+
+def test_resources_and_pull_settings_reach_the_pod(context: Build, spec_document: dict[str, Any]) -> None:
+    spec_document["servers"][1]["resources"] = {"limits": {"nvidia.com/gpu": 1}, "requests": {"cpu": "2"}}
+    spec_document |= {"imagePullPolicy": "Never", "imagePullSecrets": [{"name": "reg"}]}
+    children = build_children(context(spec_document))
+    container = container_of(children, "policy")
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": 1}, "requests": {"cpu": "2"}}
+    assert (container["image"], container["imagePullPolicy"]) == ("registry.example/gym:1", "Never")
+    assert pod_of(children, "policy")["spec"]["imagePullSecrets"] == [{"name": "reg"}]
+
+
+def test_control_reaches_unready_pods_and_data_only_ready_ones(children: tuple[Manifest, ...]) -> None:
+    services = of_kind(children, "Service")
+    control, data = services["demo-env"]["spec"], services["demo-env-0"]["spec"]
+    assert control["clusterIP"] == "None" and control["publishNotReadyAddresses"] is True
+    assert [(p["name"], p["port"]) for p in control["ports"]] == [("control", 8001)]
+    assert "clusterIP" not in data and not data.get("publishNotReadyAddresses")
+    assert [(p["name"], p["port"]) for p in data["ports"]] == [("data", 8000)]
+    assert services["demo-env-0"]["metadata"]["labels"][names.CELL_LABEL] == "0"
+
+
+@pytest.mark.parametrize("server", SERVERS)
+def test_a_data_service_selects_exactly_its_pod(children: tuple[Manifest, ...], server: str) -> None:
+    selector = of_kind(children, "Service")[f"demo-{server}-0"]["spec"]["selector"]
+    for other in SERVERS:
+        labels = pod_of(children, other)["metadata"]["labels"]
+        labels = {**labels, "statefulset.kubernetes.io/pod-name": f"demo-{other}-0"}
+        assert selects(selector, labels) == (other == server)
+
+
+def test_a_stack_made_again_does_not_select_the_old_one_s_pods(context: Build, spec_document: dict[str, Any]) -> None:
+    stack = context(spec_document)
+    again = StackContext(stack.identity.model_copy(update={"uid": "new"}), stack.spec, stack.operator_namespace)
+    old_labels = pod_of(build_children(stack), "env")["metadata"]["labels"]
+    new = build_children(again)
+    assert not selects(of_kind(new, "Service")["demo-env"]["spec"]["selector"], old_labels)
+    assert not selects(of_kind(new, "StatefulSet")["demo-env"]["spec"]["selector"]["matchLabels"], old_labels)
+
+
+def test_addresses_in_the_settings_are_services_that_exist(children: tuple[Manifest, ...]) -> None:
+    data = of_kind(children, "ConfigMap")["demo-config"]["data"]
+    assert set(data) == {f"{name}.json" for name in SERVERS}
+    services = of_kind(children, "Service")
+    for text in data.values():
+        settings = ServerSettings.model_validate(json.loads(text.replace("{cell}", "0")))
+        for peer in settings.peers.values():
+            host, port = peer.url.removeprefix("http://").split(":")
+            assert int(port) in [entry["port"] for entry in services[host]["spec"]["ports"]]
+
+
+def test_the_network_policy_keeps_control_to_the_operator(children: tuple[Manifest, ...]) -> None:
+    (policy,) = of_kind(children, "NetworkPolicy").values()
+    spec = policy["spec"]
+    for server in SERVERS:
+        assert selects(spec["podSelector"]["matchLabels"], pod_of(children, server)["metadata"]["labels"])
+    sources = {rule["ports"][0]["port"]: rule["from"] for rule in spec["ingress"]}
+    assert set(sources) == {"control", "data"}
+    (operator,) = sources["control"]
+    assert operator["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "gym-system"}
+    assert operator["podSelector"]["matchLabels"] == {"app.kubernetes.io/name": "gym-operator"}
+    (members,) = sources["data"]
+    assert "namespaceSelector" not in members
+    assert selects(members["podSelector"]["matchLabels"], pod_of(children, "env")["metadata"]["labels"])
+
+
+def test_building_twice_changes_nothing(context: Build, spec_document: dict[str, Any]) -> None:
+    for first, second in zip(
+        build_children(context(spec_document)), build_children(context(spec_document)), strict=True
+    ):
+        assert not needs_update(first, second)
+
+
+def test_what_the_api_server_adds_is_no_drift(children: tuple[Manifest, ...]) -> None:
+    for child in children:
+        existing = {**child, "status": {"x": 1}, "spec": {**child.get("spec", {}), "defaulted": True}}
+        assert not needs_update(existing, child)
+        assert needs_update({"metadata": {"name": "by hand"}}, child)
+
+
+def test_a_changed_config_touches_only_the_pods_that_read_it(context: Build, spec_document: dict[str, Any]) -> None:
+    before = build_children(context(spec_document))
+    spec_document["servers"][1]["config"]["temperature"] = 1
+    after = build_children(context(spec_document))
+    changed = {
+        (new["kind"], new["metadata"]["name"])
+        for old, new in zip(before, after, strict=True)
+        if needs_update(old, new)
+    }
+    assert changed == {("ConfigMap", "demo-config"), ("StatefulSet", "demo-policy")}
+
+
+@pytest.mark.parametrize("server", SERVERS)
+def test_names_and_labels_fit_kubernetes(context: Build, spec_document: dict[str, Any], server: str) -> None:
+    stack = context(spec_document)
+    longest = stack.identity.model_copy(update={"name": "a" * 41})
+    for child in build_children(StackContext(longest, stack.spec, "gym-system")):
+        assert len(child["metadata"]["name"]) <= 63
+        assert all(len(value) <= 63 for value in child["metadata"]["labels"].values())
+        if child["kind"] == "StatefulSet":
+            assert len(child["metadata"]["name"]) <= 52
