@@ -7,12 +7,14 @@ import json
 import logging
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from gym_servers.stack.settings import SettingsError, load_settings
+from gym_servers.stack.spec import SpecError
 
 cli = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
@@ -68,13 +70,63 @@ def rows(
         print(json.dumps(row))
 
 
+@cli.command()
+def up(
+    stack: Annotated[Path, typer.Argument(help="A GymStack manifest.")],
+    folder: Annotated[Path, typer.Option(help="Keeps settings, logs and the cell's record.")] = Path("gym-local"),
+    every: Annotated[str | None, typer.Option(help="Take a checkpoint each so often, such as 30s or 2m.")] = None,
+) -> None:
+    """Run a stack as local processes until its collection has ended."""
+    from gym_servers.local.runner import up as run
+    from gym_servers.local.stack import local_stack, read_manifest
+    from gym_servers.stack.durations import parse_duration
+
+    prepared = local_stack(read_manifest(stack), folder)
+    interval = parse_duration(every) if every else None
+    if not asyncio.run(run(prepared, folder, _announce, interval)):
+        raise typer.Exit(1)
+
+
+@cli.command()
+def demo(
+    folder: Annotated[Path | None, typer.Option(help="Where the run is kept; a temporary folder otherwise.")] = None,
+    rollouts: Annotated[int, typer.Option(min=1)] = 16,
+    kill: Annotated[
+        str, typer.Option(help="Server to kill: env, policy, agent, counter, collection or all.")
+    ] = "agent",
+    kills: Annotated[int, typer.Option(min=1, help="How many times.")] = 1,
+    seed: Annotated[int, typer.Option(help="Of the generated rows.")] = 1,
+    tasks: Annotated[Path | None, typer.Option(help="JSONL rows of the counter environment.")] = None,
+) -> None:
+    """Show the whole loop on this machine: checkpoint, SIGKILL, continuation. Prints the report as JSON."""
+    import tempfile
+
+    from gym_servers.local.demo import DemoFailed, DemoOptions
+    from gym_servers.local.demo import demo as run
+
+    where = folder or Path(tempfile.mkdtemp(prefix="gym-demo-"))
+    options = DemoOptions(rollouts=rollouts, kill=kill, kills=kills, tasks=tasks, seed=seed)
+    try:
+        report = asyncio.run(run(where, options, _announce))
+    except DemoFailed as error:
+        print(f"gym-servers: {error}; logs are in {where}", file=sys.stderr)
+        raise typer.Exit(1) from error
+    print(json.dumps(report, indent=2))
+    if not report["ok"]:
+        raise typer.Exit(1)
+
+
+def _announce(level: str, reason: str, message: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {level:7} {reason}: {message}", file=sys.stderr, flush=True)
+
+
 def main() -> None:
     """Entry point: errors that a user can mend are one line, without a trace."""
     logging.basicConfig(level=os.environ.get("GYM_LOG_LEVEL", "INFO"), format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         cli()
-    except SettingsError as error:
+    except (SettingsError, SpecError) as error:
         print(f"gym-servers: {error}", file=sys.stderr)
         sys.exit(2)
 

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from http.cookiejar import DefaultCookiePolicy
 from typing import Any
 
 import httpx
@@ -52,6 +53,8 @@ class Peers:
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=128),
             trust_env=False,
         )
+        # Jars are the caller's: the client keeps no cookie, or one episode's session would leak into another's call.
+        self._client.cookies.jar.set_policy(DefaultCookiePolicy(allowed_domains=[]))
 
     async def aclose(self) -> None:
         await self._client.aclose()
@@ -104,8 +107,6 @@ class Peers:
                     raise PeerUnreachable(f"{name} does not answer: {type(error).__name__}") from error
                 await asyncio.sleep(CONNECT_RETRY_SECONDS)
                 continue
-            finally:
-                self._client.cookies.clear()  # jars are the caller's: none may leak from one episode to another
             if response.is_success:
                 return Reply(_json(response), response.headers, unsign(dict(response.cookies), self._secret))
             refusal = refusal_of(response.status_code, _json(response))

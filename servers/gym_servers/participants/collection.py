@@ -45,7 +45,7 @@ class RunResult:
 
 
 class NotAnswered(Exception):
-    """The environment could not be asked; the same episode may be sent again: it runs once."""
+    """The environment gave no answer yet; the same episode is sent again: it runs once."""
 
 
 class Output(Protocol):
@@ -144,10 +144,10 @@ class CollectionParticipant(Participant):
         self.gate.touch()
 
     async def _collect(self, rollout: Rollout) -> None:
-        failures = 0
+        failures, resend = 0, None
         while True:
             await self.gate.wait_open()
-            episode = self._continued.get(rollout.id)
+            episode, resend = resend or self._continued.get(rollout.id), None
             if episode is None:
                 episode = Episode(rollout.id, next_attempt(self._attempts.get(rollout.id), self.gate.fence.floor))
                 if not await self._used_up(episode.attempt):
@@ -159,22 +159,30 @@ class CollectionParticipant(Participant):
                 if result is None:
                     self._continued.pop(rollout.id, None)
                     continue
-                if result.row is not None:
+                if isinstance(result, NotAnswered):
+                    pass
+                elif result.row is not None:
                     await self._keep(rollout, episode, result.row)
                     self._done.add(rollout.id)
                     return
-                failures += 1
-                await self._keep_failure(rollout, episode, result.failure or {})
-                if failures >= self._max_failures or (result.failure or {}).get("terminal"):
-                    self._failed.add(rollout.id)
-                    return
-                self._continued.pop(rollout.id, None)
+                else:
+                    failures += 1
+                    await self._keep_failure(rollout, episode, result.failure or {})
+                    if failures >= self._max_failures or (result.failure or {}).get("terminal"):
+                        self._failed.add(rollout.id)
+                        return
+                    self._continued.pop(rollout.id, None)
+                    continue
             finally:
                 del self._outstanding[rollout.id]
                 if rollout.id in self._done or rollout.id in self._failed:
                     self._continued.pop(rollout.id, None)
                     self._forgettable.add(rollout.id)
                 self.gate.touch()
+            # The same episode again. Meanwhile it is not outstanding: a checkpoint must not wait for an answer to
+            # a request that the environment never admitted.
+            resend = episode
+            await asyncio.sleep(RETRY_SECONDS)
 
     async def _used_up(self, attempt: int) -> bool:
         """Make an attempt number durable before work starts under it: the cell's next attempt must be above it.
@@ -190,19 +198,19 @@ class CollectionParticipant(Participant):
     async def _keep_failure(self, rollout: Rollout, episode: Episode, failure: Mapping[str, Any]) -> None:
         await self._durably(lambda: self._output.save_failure(rollout, episode, failure))
 
-    async def _ask(self, episode: Episode, rollout: Rollout) -> RunResult | None:
-        """The answer to `/run`; None where the attempt can never be answered and has to start over."""
-        while True:
-            try:
-                return await self._run(episode, rollout)
-            except ProtocolError as refusal:
-                if refusal.code in ("stale_attempt", "session_lost", "checkpoint_conflict"):
-                    return None
-                if refusal.code != "admission_closed":
-                    return RunResult(None, {"failure_reason": str(refusal), "terminal": True})
-            except NotAnswered:
-                pass
-            await asyncio.sleep(RETRY_SECONDS)
+    async def _ask(self, episode: Episode, rollout: Rollout) -> RunResult | NotAnswered | None:
+        """The answer to `/run`; NotAnswered where the same episode is to be sent again; None where this attempt
+        can never be answered and the rollout has to start over."""
+        try:
+            return await self._run(episode, rollout)
+        except NotAnswered as unknown:
+            return unknown
+        except ProtocolError as refusal:
+            if refusal.code == "admission_closed":
+                return NotAnswered(str(refusal))
+            if refusal.code in ("stale_attempt", "session_lost", "checkpoint_conflict"):
+                return None
+            return RunResult(None, {"failure_reason": str(refusal), "terminal": True})
 
     # ---- participant --------------------------------------------------------------------------------------
 

@@ -124,6 +124,7 @@ class EnvironmentParticipant(Participant):
             # The record stays exportable under the live episode until its first stage records a boundary.
             live.boundary = Boundary(unclaimed.stage, lambda state=unclaimed.state: dict(state))  # type: ignore[misc]
             live.where = unclaimed.stage
+            live.parked = True  # it stands at its boundary until its first stage moves it
             del self._unclaimed[episode.rollout_id]
         live.task = asyncio.ensure_future(self._drive(live, unclaimed, body))
         await self._retire_lower(episode)
@@ -208,8 +209,6 @@ class EnvironmentParticipant(Participant):
             self.gate.touch()
 
     async def _park(self, live: Live) -> None:
-        if not self.gate.checkpoint_open:
-            return
         live.parked = True
         self.gate.touch()
         try:

@@ -7,6 +7,7 @@ own digests are checked where objects are read back.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 from gym_servers.stack.settings import S3Settings
@@ -24,10 +25,18 @@ _LOST_RACE = {"PreconditionFailed", "ConditionalRequestConflict", "412", "409"}
 _MISSING = {"NoSuchKey", "404", "NotFound"}
 
 
-class S3Store:
-    """Objects below a prefix of a bucket. Thread-safe. Credentials are boto3's own search order."""
+@dataclass(frozen=True)
+class S3Credentials:
+    """A pair of keys, for whoever serves several buckets. Never part of a log or an error."""
 
-    def __init__(self, settings: S3Settings, prefix: str) -> None:
+    access_key: str = field(repr=False)
+    secret_key: str = field(repr=False)
+
+
+class S3Store:
+    """Objects below a prefix of a bucket. Thread-safe. Without `credentials`, boto3's own search order is used."""
+
+    def __init__(self, settings: S3Settings, prefix: str, credentials: S3Credentials | None = None) -> None:
         # Imported here: loading boto3 takes most of a second, and only processes that use S3 pay for it.
         import boto3
         from botocore.config import Config
@@ -38,6 +47,8 @@ class S3Store:
             "s3",
             endpoint_url=settings.endpoint,
             region_name=settings.region,
+            aws_access_key_id=credentials.access_key if credentials else None,
+            aws_secret_access_key=credentials.secret_key if credentials else None,
             config=Config(
                 s3={"addressing_style": settings.addressing_style},
                 request_checksum_calculation="when_supported" if aws else "when_required",

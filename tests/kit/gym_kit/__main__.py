@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"gym_kit: {refused}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("gym_kit: interrupted; what was started is recorded, `down` removes it", file=sys.stderr)
+        print("gym_kit: interrupted", file=sys.stderr)
         return 130
     if options.json:
         print(json.dumps(answer))

@@ -35,8 +35,6 @@ NODE = (
     Requirement("/usr/lib/cni/bridge", "containernetworking-plugins"),
     Requirement("ip", "iproute2"),
     Requirement("nft", "nftables"),
-    Requirement("conntrack", "conntrack"),
-    Requirement("iptables", "iptables"),
     Requirement("mount", "mount"),
 )
 IMAGE = (Requirement("buildah", "buildah"), Requirement("debootstrap", "debootstrap"))

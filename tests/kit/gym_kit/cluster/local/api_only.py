@@ -17,10 +17,9 @@ from gym_kit import packages, procs
 from gym_kit.cluster.client import answers
 from gym_kit.cluster.local import components, launch, pki
 from gym_kit.cluster.local.build import build_kubernetes
-from gym_kit.cluster.local.record import FILE, Record, all_records, boot_id, from_json, is_abandoned
+from gym_kit.cluster.local.record import Record, all_records, boot_id, is_abandoned, read
 from gym_kit.cluster.local.settings import KUBERNETES, Ports
 from gym_kit.cluster.local.teardown import take_down
-from gym_kit.errors import KitError
 from gym_kit.ports import free_ports
 from gym_kit.progress import Progress
 
@@ -38,7 +37,7 @@ class ApiServer:
 
     def down(self) -> None:
         with suppress(FileNotFoundError):
-            take_down(from_json((self.run_folder / FILE).read_text()))
+            take_down(read(self.run_folder))
 
     def __enter__(self) -> Self:
         return self
@@ -64,15 +63,8 @@ def api_server_only(progress: Progress, *, controllers: bool = False) -> ApiServ
     run_folder = launch.new_run_folder()
     owner = procs.identify(os.getpid())
     record = Record(run=run_folder, kind="api", boot=boot_id(), owner=owner).save()
-    try:
-        with progress.step("starting an API server"):
-            _start(record, binaries, controllers)
-    except BaseException as failed:
-        kept = launch.keep_logs(run_folder)
-        take_down(from_json((run_folder / FILE).read_text()))
-        if isinstance(failed, KitError):
-            raise KitError(f"{failed}\nAll logs of this start: {kept}") from failed
-        raise
+    with launch.undone_on_failure(run_folder), progress.step("starting an API server"):
+        _start(record, binaries, controllers)
     return ApiServer(record.kubeconfig, KUBERNETES, run_folder)
 
 

@@ -114,6 +114,8 @@ def controllers(binaries: Path, run: Path, ports: Ports) -> Component:
             f"--root-ca-file={pki}/ca.crt",
             f"--cluster-signing-cert-file={pki}/ca.crt",
             f"--cluster-signing-key-file={pki}/ca.key",
+            # By default it makes a folder under /usr/libexec.
+            f"--flex-volume-plugin-dir={run}/volume-plugins",
             "--use-service-account-credentials=true",
             "--leader-elect=false",
             "--kube-api-qps=200",

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from gym_kit.cluster.client import wait_until
 from gym_kit.cluster.local import render
 from gym_kit.cluster.local.components import Component
-from gym_kit.cluster.local.record import Record
+from gym_kit.cluster.local.record import Record, read
+from gym_kit.cluster.local.teardown import take_down
 from gym_kit.errors import KitError
 from gym_kit.paths import private_folder, state_folder
 from gym_kit.procs import is_alive, spawn
@@ -53,11 +56,21 @@ def wait_healthy(record: Record, what: str, holds: Callable[[], bool], seconds: 
     wait_until(what, holds_and_all_live, seconds)
 
 
-def keep_logs(run: Path) -> Path:
-    """Moves the logs of a failed start out of the way of its tear-down and says where to."""
-    kept = run.with_name(f"failed-{run.name}-log")
-    (run / "log").rename(kept)
-    return kept
+@contextmanager
+def undone_on_failure(run: Path) -> Iterator[None]:
+    """Takes down what the block has started if it fails; the logs are kept until the next failure, for a look."""
+    try:
+        yield
+    except KitError as failed:
+        for earlier in run.parent.glob("failed-*"):
+            shutil.rmtree(earlier, ignore_errors=True)
+        kept = run.with_name(f"failed-{run.name}")
+        (run / "log").rename(kept)
+        take_down(read(run))
+        raise KitError(f"{failed}\nAll logs of this start: {kept}") from failed
+    except BaseException:
+        take_down(read(run))
+        raise
 
 
 def log_of(run: Path, name: str) -> Path:

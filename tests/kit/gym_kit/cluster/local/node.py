@@ -14,9 +14,8 @@ from pathlib import Path
 from gym_kit import oci
 from gym_kit.cluster.client import answers, ask
 from gym_kit.cluster.local import components, host, launch, pki, render, settings
-from gym_kit.cluster.local.record import FILE, Record, boot_id, from_json
+from gym_kit.cluster.local.record import Record, boot_id
 from gym_kit.cluster.local.settings import Ports
-from gym_kit.cluster.local.teardown import take_down
 from gym_kit.errors import KitError
 from gym_kit.ports import free_ports
 from gym_kit.progress import Progress
@@ -40,15 +39,8 @@ def start(binaries: Path, progress: Progress) -> Record:
         folders=host.unmade_folders(),
         sysctls=host.read_sysctls(),
     ).save()
-    try:
+    with launch.undone_on_failure(run_folder):
         return _start(record, binaries, progress)
-    except BaseException as failed:
-        kept = launch.keep_logs(run_folder)
-        # The record in memory may lack what was started last; the one on disk does not.
-        take_down(_reread(run_folder))
-        if isinstance(failed, KitError):
-            raise KitError(f"{failed}\nAll logs of this start: {kept}") from failed
-        raise
 
 
 def containerctl(run_folder: Path, *words: str) -> str:
@@ -133,7 +125,3 @@ def _dns_listens() -> bool:
     except OSError:
         return False
     return True
-
-
-def _reread(run_folder: Path) -> Record:
-    return from_json((run_folder / FILE).read_text())

@@ -7,6 +7,7 @@ record that names too much rather than too little; removing what is not there is
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -77,8 +78,15 @@ def all_records() -> list[Record]:
     """Records of every run folder; a folder that was killed before its first record holds nothing to undo."""
     found = []
     for file in sorted(state_folder().glob(f"cluster-*/{FILE}")):
-        found.append(from_json(file.read_text()))
+        # Another process may take it down between the two looks.
+        with suppress(FileNotFoundError):
+            found.append(read(file.parent))
     return found
+
+
+def read(run: Path) -> Record:
+    """The record on disk, which knows more than one in memory from before the last program was started."""
+    return from_json((run / FILE).read_text())
 
 
 def is_running(record: Record) -> bool:

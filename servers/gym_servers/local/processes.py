@@ -1,0 +1,113 @@
+"""Local processes as a cell's host: starts them, sees them end, and replaces them as a StatefulSet would."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from gym_servers.coordination.controller import Process
+from gym_servers.coordination.record import CellRecord
+
+Announce = Callable[[str, str, str], None]
+
+
+@dataclass
+class _Child:
+    process: asyncio.subprocess.Process
+    incarnation: str
+    log: IO[bytes]
+
+
+class LocalHost:
+    """The processes of one cell. `settings`: server name -> rendered settings; `folder` keeps settings, logs and the
+    cell's record. `environment` carries the secrets."""
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: Mapping[str, dict[str, Any]],
+        environment: Mapping[str, str],
+        announce: Announce,
+    ) -> None:
+        self._folder, self._settings, self._announce = folder, settings, announce
+        self._environment = {**os.environ, **environment}
+        self._children: dict[str, _Child] = {}
+
+    # ---- CellHost -----------------------------------------------------------------------------------------
+
+    async def processes(self) -> Sequence[Process]:
+        """Starts whatever has no process, then tells what there is."""
+        for name in self._settings:
+            child = self._children.get(name)
+            if child is None or child.process.returncode is not None:
+                await self._start(name)
+        return [self._process(name) for name in self._settings]
+
+    async def end(self, processes: Mapping[str, str]) -> None:
+        for name, incarnation in processes.items():
+            child = self._children.get(name)
+            if child is not None and child.incarnation == incarnation:
+                await self._kill(child)
+
+    async def save(self, record: CellRecord) -> None:
+        path = self._folder / "cell.json"
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(record.model_dump_json(by_alias=True))
+        temporary.replace(path)
+
+    async def announce(self, level: Literal["Normal", "Warning"], reason: str, message: str) -> None:
+        self._announce(level, reason, message)
+
+    # ---- processes ----------------------------------------------------------------------------------------
+
+    def load(self) -> CellRecord | None:
+        """The record of an earlier run in this folder."""
+        path = self._folder / "cell.json"
+        return CellRecord.model_validate_json(path.read_text()) if path.exists() else None
+
+    def kill(self, name: str) -> None:
+        """SIGKILL one server, as a test of what follows. Raises KeyError for an unknown name."""
+        os.kill(self._children[name].process.pid, signal.SIGKILL)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(self._kill(child) for child in self._children.values()))
+
+    def _process(self, name: str) -> Process:
+        settings, child = self._settings[name], self._children[name]
+        url = f"http://127.0.0.1:{settings['control_port']}"
+        return Process(name, settings["kind"], child.incarnation, child.process.returncode is None, url)
+
+    async def _start(self, name: str) -> None:
+        old = self._children.get(name)
+        if old is not None:
+            old.log.close()
+        path = self._folder / f"{name}.json"
+        path.write_text(json.dumps(self._settings[name], indent=1))
+        log = (self._folder / f"{name}.log").open("ab")
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "gym_servers",
+            "serve",
+            "--settings",
+            str(path),
+            env=self._environment,
+            stdout=log,
+            stderr=log,
+        )
+        self._children[name] = _Child(process, f"{process.pid}-{uuid.uuid4().hex[:8]}", log)
+
+    @staticmethod
+    async def _kill(child: _Child) -> None:
+        if child.process.returncode is None:
+            child.process.kill()
+        await child.process.wait()
+        child.log.close()

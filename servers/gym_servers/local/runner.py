@@ -1,0 +1,141 @@
+"""Runs a stack on this machine until its collection is complete or it is told to end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+import httpx
+
+from gym_servers.coordination.checkpoint import CheckpointFailed, Outcome, Progress
+from gym_servers.coordination.controller import CellController, CellSettings, View
+from gym_servers.coordination.record import Stage
+from gym_servers.local.processes import Announce, LocalHost
+from gym_servers.local.stack import LocalStack
+from gym_servers.stack.durations import parse_duration
+from gym_servers.stack.settings import S3Settings
+from gym_servers.storage.locate import open_store
+from gym_servers.storage.store import StorageError
+
+LOOK_SECONDS = 0.2
+Watch = Callable[[View], Awaitable[None]]
+
+
+class Runner:
+    """One local cell with its coordinator."""
+
+    def __init__(self, host: LocalHost, controller: CellController, announce: Announce) -> None:
+        self.host, self.controller, self._announce = host, controller, announce
+        self.view: View | None = None
+
+    async def run(self, watch: Watch) -> None:
+        """Look again and again; `watch` sees each look and may end the run by an exception or cancellation."""
+        while True:
+            try:
+                self.view = await self.controller.look()
+                await watch(self.view)
+            except StorageError as error:
+                self._announce("Warning", "StorageError", str(error))
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def checkpoint(self, name: str) -> Outcome:
+        """Take a checkpoint. Raises CheckpointFailed."""
+
+        async def tell(progress: Progress) -> None:
+            self._announce("Normal", progress.phase, f"checkpoint {name}")
+
+        outcome = await self.controller.take(f"{name}-{time.time_ns():x}", name, tell)
+        self._announce(
+            "Normal",
+            "Published",
+            f"checkpoint {name}: {len(outcome.publication.episodes)} episodes, {outcome.bytes} bytes, "
+            f"paused {outcome.pause_seconds:.2f} s",
+        )
+        return outcome
+
+    def progress(self) -> dict[str, int]:
+        """The driver's counters: expected, rows, failed, complete."""
+        seen = self.view.seen.values() if self.view else ()
+        return next((s.status.progress for s in seen if s.status is not None and s.status.progress), {})
+
+
+@asynccontextmanager
+async def running(stack: LocalStack, folder: Path, announce: Announce) -> AsyncIterator[Runner]:
+    """A runner whose processes are ended on the way out."""
+    storage = stack.spec.checkpoints.storage
+    s3 = storage.s3 if storage else None
+    reach = (
+        S3Settings(bucket=s3.bucket, endpoint=s3.endpoint, region=s3.region, addressing_style=s3.addressing_style)
+        if s3
+        else None
+    )
+    host = LocalHost(folder, stack.settings, stack.environment, announce)
+    async with httpx.AsyncClient(trust_env=False) as http:
+        controller = CellController(
+            host,
+            CellSettings(
+                stack_uid=stack.identity.uid,
+                cell=0,
+                token=stack.environment["GYM_CONTROL_TOKEN"],
+                root=stack.root,
+                policy=stack.spec.recovery.policy,
+                backoff_limit=stack.spec.recovery.backoff_limit,
+                prepare_timeout=parse_duration(stack.spec.checkpoints.prepare_timeout),
+                commit_timeout=parse_duration(stack.spec.checkpoints.commit_timeout),
+            ),
+            partial(open_store, s3=reach),
+            http,
+            host.load(),
+        )
+        try:
+            yield Runner(host, controller, announce)
+        finally:
+            await controller.close()
+            await host.close()
+
+
+async def up(stack: LocalStack, folder: Path, announce: Announce, every: float | None) -> bool:
+    """Run until the collection has ended, taking a checkpoint each `every` seconds; whether it is complete.
+
+    A stack without a collection runs until it is cancelled.
+    """
+    async with running(stack, folder, announce) as runner:
+        finished = asyncio.Event()
+
+        async def watch(view: View) -> None:
+            if view.record.stage is Stage.STALLED or runner.progress().get("complete"):
+                finished.set()
+
+        async def checkpoints(seconds: float) -> None:
+            number = 0
+            while True:
+                await asyncio.sleep(seconds)
+                number += 1
+                try:
+                    await runner.checkpoint(f"auto-{number}")
+                except CheckpointFailed as error:
+                    announce("Warning", error.reason, str(error))
+
+        tasks: list[asyncio.Task[None]] = [asyncio.create_task(runner.run(watch))]
+        if every is not None:
+            tasks.append(asyncio.create_task(checkpoints(every)))
+        done = asyncio.create_task(_until(finished))
+        try:
+            await asyncio.wait([*tasks, done], return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done():
+                    task.result()
+        finally:
+            for task in (*tasks, done):
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        progress = runner.progress()
+        return bool(progress) and progress["rows"] == progress["expected"]
+
+
+async def _until(event: asyncio.Event) -> None:
+    await event.wait()
