@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -79,7 +80,8 @@ class HttpJournal:
 
 
 def _with_id(entry: Entry) -> dict[str, Any]:
-    return {"id": uuid.uuid4().hex, **entry}
+    """`time` is Unix seconds where the entry was made."""
+    return {"id": uuid.uuid4().hex, "time": time.time(), **entry}
 
 
 def open_journal(target: str | None) -> Journal:

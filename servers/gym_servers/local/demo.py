@@ -164,7 +164,7 @@ async def _scenario(runner: Runner, options: DemoOptions) -> tuple[float, list[f
             for name in names:
                 runner.host.kill(name)
             await until(f"recovery {number + 1}", partial(running_at, attempt + 1))
-        await until("completion", lambda: runner.progress().get("complete"))
+        await until("completion", lambda: runner.progress().get("ended"))
         seconds = [r.seconds for r in runner.controller.record.recoveries if r.seconds is not None]
         return round(outcome.pause_seconds, 3), seconds
     finally:

@@ -58,7 +58,7 @@ class Runner:
         return outcome
 
     def progress(self) -> dict[str, int]:
-        """The driver's counters: expected, rows, failed, complete."""
+        """The driver's counters: expected, rows, failed, ended, complete."""
         seen = self.view.seen.values() if self.view else ()
         return next((s.status.progress for s in seen if s.status is not None and s.status.progress), {})
 
@@ -107,7 +107,7 @@ async def up(stack: LocalStack, folder: Path, announce: Announce, every: float |
         finished = asyncio.Event()
 
         async def watch(view: View) -> None:
-            if view.record.stage is Stage.STALLED or runner.progress().get("complete"):
+            if view.record.stage is Stage.STALLED or runner.progress().get("ended"):
                 finished.set()
 
         async def checkpoints(seconds: float) -> None:

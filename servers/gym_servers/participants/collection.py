@@ -268,5 +268,6 @@ class CollectionParticipant(Participant):
             "expected": len(self._rollouts),
             "rows": len(self._done),
             "failed": len(self._failed),
-            "complete": int(self._finished),
+            "ended": int(self._finished),
+            "complete": int(self._finished and len(self._done) == len(self._rollouts)),
         }

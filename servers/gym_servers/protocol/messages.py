@@ -106,7 +106,7 @@ class Status(Message):
     retired: int = 0
     to_retire: list[str] = []
     to_forget: list[str] = []
-    progress: dict[str, int] = {}  # (+) collection: expected, rows, failed, complete
+    progress: dict[str, int] = {}  # (+) collection: expected, rows, failed, ended, complete
     problem: str = ""  # (+) what keeps the process from its work, for people
 
 

@@ -29,7 +29,7 @@ OLDEST_HELM = (3, 14)
 def kubectl() -> Path:
     """Raises KitError when there is none."""
     found = shutil.which("kubectl")
-    if found and _version_of(_kubectl_says(found)) >= OLDEST_KUBECTL:
+    if found and version_of(_kubectl_says(found)) >= OLDEST_KUBECTL:
         return Path(found)
     return _from_wheel() / "kubectl"
 
@@ -38,7 +38,7 @@ def kubectl() -> Path:
 def helm() -> Path:
     """Raises KitError when there is none."""
     found = shutil.which("helm")
-    if found and _version_of(_said([found, "version", "--template", "{{.Version}}"])) >= OLDEST_HELM:
+    if found and version_of(_said([found, "version", "--template", "{{.Version}}"])) >= OLDEST_HELM:
         return Path(found)
     return _from_wheel() / "helm"
 
@@ -55,7 +55,7 @@ def _kubectl_says(program: str) -> str:
     return str(json.loads(said)["clientVersion"]["gitVersion"]) if said else ""
 
 
-def _version_of(text: str) -> tuple[int, int]:
+def version_of(text: str) -> tuple[int, int]:
     """Major and minor out of `v1.34.5-extra`; (0, 0) if there is no version in it."""
     match = re.match(r"v?(\d+)\.(\d+)", text.strip())
     return (int(match[1]), int(match[2])) if match else (0, 0)

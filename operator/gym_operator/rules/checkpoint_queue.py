@@ -1,0 +1,104 @@
+"""Which of a stack's GymCheckpoints is next, and what to do about it. One at a time, in order of creation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final, Protocol, TypeVar
+
+from gym_operator.api.checkpoint import CheckpointStatus
+from gym_operator.api.conditions import ConditionReason
+from gym_operator.api.objects import ObjectMeta
+from gym_operator.rules.checkpoint_phases import OPEN
+from gym_servers.coordination.record import Stage
+
+PATIENCE_SECONDS: Final = 60.0
+"""How long a checkpoint waits for something that only a person can mend."""
+
+
+@dataclass(frozen=True)
+class Situation:
+    """The stack, as far as a checkpoint depends on it. `open_id` is the checkpoint that the cell's record has open;
+    `obstacle` is what only a person can mend, and the reason for it; `free`: nothing else goes on in the cell."""
+
+    enabled: bool
+    stage: Stage | None
+    free: bool
+    open_id: str | None
+    obstacle: tuple[ConditionReason, str] | None
+
+
+@dataclass(frozen=True)
+class Take:
+    """Begin it."""
+
+
+@dataclass(frozen=True)
+class Adopt:
+    """The record has it open although its status does not say so yet: write that first."""
+
+
+@dataclass(frozen=True)
+class Resolve:
+    """It was begun by an operator that is gone, and the record has no part of it any more: what landed in storage is
+    the truth."""
+
+
+@dataclass(frozen=True)
+class Hold:
+    """Nothing to do yet. `reason` is None where its status says enough."""
+
+    reason: ConditionReason | None = None
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class Fail:
+    """Give it up."""
+
+    reason: ConditionReason
+    message: str
+
+
+Move = Take | Adopt | Resolve | Hold | Fail
+
+
+class HasMetadata(Protocol):
+    @property
+    def metadata(self) -> ObjectMeta: ...
+
+
+T = TypeVar("T", bound=HasMetadata)
+
+
+def in_order(checkpoints: Iterable[T]) -> list[T]:
+    """Oldest first; names decide within a second."""
+    return sorted(checkpoints, key=lambda each: (each.metadata.creation_timestamp, each.metadata.name))
+
+
+def next_move(status: CheckpointStatus, id: str, age: float, situation: Situation) -> Move:
+    """What to do about the first in the queue. `age` in seconds."""
+    if (status.phase or "Pending") in OPEN:
+        # What the record has open is settled by the cell's controller, which knows what may still be published.
+        return Hold() if situation.open_id == id else Resolve()
+    if situation.open_id == id:
+        return Adopt()
+    if not situation.enabled:
+        return Fail(
+            ConditionReason.CHECKPOINTS_DISABLED,
+            "checkpoints are turned off in this stack; set spec.checkpoints.enabled and create another GymCheckpoint",
+        )
+    if situation.obstacle is not None:
+        reason, message = situation.obstacle
+        return Fail(reason, message) if age > PATIENCE_SECONDS else Hold(reason, message)
+    if situation.stage is not Stage.RUNNING:
+        return Hold(ConditionReason.STACK_NOT_READY, "waits until the stack runs")
+    return Take() if situation.free else Hold(ConditionReason.QUEUED, "waits for what goes on in the stack")
+
+
+def without_stack(stack: str, age: float) -> Hold | Fail:
+    """What to do about a checkpoint whose stack does not exist."""
+    message = f"there is no GymStack {stack} in this namespace; create it, or correct stackRef in another GymCheckpoint"
+    if age > PATIENCE_SECONDS:
+        return Fail(ConditionReason.STACK_NOT_FOUND, message)
+    return Hold(ConditionReason.STACK_NOT_FOUND, message)

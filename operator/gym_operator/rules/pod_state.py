@@ -1,0 +1,123 @@
+"""What a pod says about the server process in it. Everything later is decided from this, not from the pod.
+
+A process is named by its pod's UID and its container's id: a container that the kubelet restarts in place is
+another process, although name, UID and address stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from gym_operator.api import names
+from gym_operator.api.objects import parse_time
+from gym_operator.rules.workloads.pods import CONTAINER
+
+OVERDUE_SECONDS: Final = 20.0
+"""A pod that is still there so long after its deletion was due is on a node that does not answer."""
+
+
+@dataclass(frozen=True)
+class PodState:
+    """One pod of a stack. `incarnation` is None while no process was started, `delete_by` (Unix seconds) None while
+    it is not being deleted; `detail` says why it is not alive."""
+
+    uid: str
+    name: str
+    namespace: str
+    stack: str
+    stack_uid: str
+    server: str
+    version: int
+    created: str
+    incarnation: str | None
+    alive: bool
+    ready: bool
+    address: str | None
+    node: str | None
+    detail: str
+    delete_by: float | None
+
+    def lost(self, now: float) -> bool:
+        """Whether nobody will ever confirm its end, so that it has to be forced."""
+        return self.delete_by is not None and now > self.delete_by + OVERDUE_SECONDS
+
+
+def observe(pod: Mapping[str, Any]) -> PodState:
+    """Read a pod as the API server holds it."""
+    metadata, status = pod["metadata"], pod.get("status") or {}
+    labels = metadata.get("labels") or {}
+    container = _container(status)
+    container_id = container.get("containerID")
+    deleted = metadata.get("deletionTimestamp")
+    running = status.get("phase") == "Running" and "running" in (container.get("state") or {})
+    alive = running and deleted is None
+    return PodState(
+        uid=metadata["uid"],
+        name=metadata["name"],
+        namespace=metadata["namespace"],
+        stack=labels.get(names.STACK_LABEL, ""),
+        stack_uid=labels.get(names.STACK_UID_LABEL, ""),
+        server=labels.get(names.SERVER_LABEL, ""),
+        version=int(metadata.get("resourceVersion") or 0),
+        created=metadata.get("creationTimestamp") or "",
+        incarnation=f"{metadata['uid']}/{container_id}" if container_id else None,
+        alive=alive,
+        ready=alive and _is_ready(status),
+        address=status.get("podIP"),
+        node=(pod.get("spec") or {}).get("nodeName"),
+        detail="" if alive else _detail(status, container, deleted is not None),
+        delete_by=parse_time(deleted) if deleted else None,
+    )
+
+
+def by_server(pods: Iterable[PodState]) -> dict[str, PodState]:
+    """The pod that counts for each server: the youngest, since a watch may tell of the end of the one before late."""
+    chosen: dict[str, PodState] = {}
+    for pod in sorted(pods, key=lambda pod: (pod.created, pod.version)):
+        chosen[pod.server] = pod
+    return chosen
+
+
+def pod_uid(incarnation: str) -> str:
+    """The UID of the pod an incarnation lives in."""
+    return incarnation.partition("/")[0]
+
+
+def _container(status: Mapping[str, Any]) -> Mapping[str, Any]:
+    found: Iterable[Mapping[str, Any]] = status.get("containerStatuses") or ()
+    return next((each for each in found if each.get("name") == CONTAINER), {})
+
+
+def _is_ready(status: Mapping[str, Any]) -> bool:
+    conditions: Iterable[Mapping[str, Any]] = status.get("conditions") or ()
+    return any(each.get("type") == "Ready" and each.get("status") == "True" for each in conditions)
+
+
+def _detail(status: Mapping[str, Any], container: Mapping[str, Any], deleted: bool) -> str:
+    state = container.get("state") or {}
+    terminated = state.get("terminated")
+    if status.get("reason"):  # the pod as a whole: Evicted, NodeLost, Preempting
+        return _sentence(status["reason"], status.get("message"))
+    if deleted:
+        disrupted = _condition(status, "DisruptionTarget", "True")
+        return _sentence(f"deleted by {disrupted['reason']}", disrupted.get("message")) if disrupted else "deleted"
+    if terminated:
+        return f"{terminated.get('reason') or 'ended'}, exit code {terminated.get('exitCode')}"
+    if waiting := state.get("waiting"):
+        last = (container.get("lastState") or {}).get("terminated")
+        code = f", last exit code {last.get('exitCode')}" if last else ""
+        return _sentence(f"{waiting.get('reason') or 'waiting'}{code}", waiting.get("message"))
+    if unscheduled := _condition(status, "PodScheduled", "False"):
+        return _sentence(unscheduled.get("reason") or "Unschedulable", unscheduled.get("message"))
+    return str(status.get("phase") or "Pending").lower()
+
+
+def _condition(status: Mapping[str, Any], type: str, value: str) -> Mapping[str, Any] | None:
+    conditions: Iterable[Mapping[str, Any]] = status.get("conditions") or ()
+    return next((each for each in conditions if each.get("type") == type and each.get("status") == value), None)
+
+
+def _sentence(reason: str, message: str | None) -> str:
+    return f"{reason}: {message[:200]}" if message else reason

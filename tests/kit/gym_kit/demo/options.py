@@ -1,0 +1,75 @@
+"""What a demonstration run does, from its environment variables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast, get_args
+
+from gym_kit.cluster import Choice
+from gym_kit.errors import KitError
+
+Kill = Literal["agent", "environment", "model", "resources", "collection", "all", "operator"]
+
+# The chart's names for the demonstration's servers.
+SERVER_OF: Mapping[str, str] = {
+    "agent": "agent",
+    "environment": "env",
+    "model": "policy",
+    "resources": "counter",
+    "collection": "collection",
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """`kills`: how often the target is killed, each time after the stack runs again. `during`: at work, while a
+    checkpoint is open, or while the recovery from a first kill runs."""
+
+    cluster: Choice = "auto"
+    kill: Kill = "agent"
+    rollouts: int = 64
+    tasks: Path | None = None
+    kills: int = 1
+    during: Literal["work", "checkpoint", "recovery"] = "work"
+    keep: bool = False
+    output: Path = Path("build/demo")
+
+    @property
+    def servers(self) -> list[str]:
+        """The servers whose pods are killed; the operator's demonstration ends with the agent's."""
+        if self.kill == "all":
+            return list(SERVER_OF.values())
+        return [SERVER_OF["agent" if self.kill == "operator" else self.kill]]
+
+
+def from_environment(environment: Mapping[str, str]) -> Options:
+    """Options from TASKS, ROLLOUTS, KILL, KILLS, DURING, CLUSTER, KEEP. Raises KitError naming a wrong one."""
+
+    def choice(name: str, default: str, allowed: tuple[str, ...]) -> str:
+        value = environment.get(name) or default
+        if value not in allowed:
+            raise KitError(f"{name}={value} is none of {', '.join(allowed)}")
+        return value
+
+    def number(name: str, default: int) -> int:
+        value = environment.get(name) or str(default)
+        if not value.isdigit() or value == "0":
+            raise KitError(f"{name}={value} is not a number from 1")
+        return int(value)
+
+    tasks = Path(environment["TASKS"]) if environment.get("TASKS") else None
+    if tasks is not None and not tasks.is_file():
+        raise KitError(f"TASKS={tasks} is no file")
+    return Options(
+        cluster=cast(Choice, choice("CLUSTER", "auto", get_args(Choice))),
+        kill=cast(Kill, choice("KILL", "agent", get_args(Kill))),
+        rollouts=number("ROLLOUTS", 64),
+        tasks=tasks,
+        kills=number("KILLS", 1),
+        during=cast(
+            Literal["work", "checkpoint", "recovery"], choice("DURING", "work", ("work", "checkpoint", "recovery"))
+        ),
+        keep=environment.get("KEEP", "") not in ("", "0"),
+    )

@@ -1,0 +1,163 @@
+"""Sets the stage: cluster, bucket, image, operator and stack, and clears it away again."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gym_kit import image, tools
+from gym_kit.bucket import SeaweedFS
+from gym_kit.cluster import Cluster, ensure
+from gym_kit.demo.kube import Kube, wait
+from gym_kit.demo.options import Options
+from gym_kit.errors import KitError
+from gym_kit.image import PROJECT
+from gym_kit.progress import Progress
+from gym_kit.run import run
+from gym_servers.engine.rows import counter_rows
+from gym_servers.stack.settings import S3Settings
+from gym_servers.storage.s3 import S3Credentials, S3Store
+
+OPERATOR_NAMESPACE = "gym-system"
+STACK = "demo"
+BUCKET = "gym-demo"
+SECRET = "demo-s3"
+HELM_SECONDS = 180.0
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Where a demonstration happens. `expected`: rollouts to be collected."""
+
+    cluster: Cluster
+    bucket: SeaweedFS
+    kube: Kube
+    image: str
+    expected: int
+
+    def store(self, prefix: str) -> S3Store:
+        return S3Store(s3_settings(self.bucket, prefix), prefix, credentials(self.bucket))
+
+    def helm(self, *arguments: str) -> None:
+        run([tools.helm(), "--kubeconfig", self.cluster.kubeconfig, *arguments], timeout=HELM_SECONDS)
+
+    def install_stack(self, release: str, *, checkpoints: bool, tasks: str, concurrency: int) -> None:
+        """`helm install` of a demonstration stack in this run's namespace."""
+        values: dict[str, Any] = {
+            "image": _split(self.image),
+            "demo": {"enabled": True, "tokensPerSecond": 60},
+            "checkpoints": {"enabled": checkpoints},
+            "collection": {
+                "tasks": f"s3://{BUCKET}/{self.kube.namespace}/{tasks}",
+                "output": f"s3://{BUCKET}/{self.kube.namespace}/{release}/output",
+                "concurrency": concurrency,
+            },
+            "s3": {
+                "bucket": BUCKET,
+                "prefix": f"{self.kube.namespace}/checkpoints",
+                "endpoint": self.bucket.endpoint,
+                "addressingStyle": "path",
+                "existingSecret": SECRET,
+            },
+            "recovery": {"backoffLimit": 20},
+        }
+        self._install("gym-stack", release, self.kube.namespace, values)
+
+    def install_operator(self) -> None:
+        self._install("gym-operator", "gym-operator", OPERATOR_NAMESPACE, {"image": _split(self.image)}, "--wait")
+
+    def uninstall(self, release: str, namespace: str) -> None:
+        self.helm("uninstall", release, "--namespace", namespace, "--ignore-not-found")
+
+    def _install(self, chart: str, release: str, namespace: str, values: dict[str, Any], *more: str) -> None:
+        run(
+            [
+                *(tools.helm(), "--kubeconfig", self.cluster.kubeconfig, "upgrade", "--install", release),
+                *(PROJECT / "charts" / chart, "--namespace", namespace, "--create-namespace", "--values", "-", *more),
+            ],
+            stdin=json.dumps(values),
+            timeout=HELM_SECONDS,
+        )
+
+
+def s3_settings(bucket: SeaweedFS, prefix: str) -> S3Settings:
+    return S3Settings(bucket=BUCKET, prefix=prefix, endpoint=bucket.endpoint, addressing_style="path")
+
+
+def credentials(bucket: SeaweedFS) -> S3Credentials:
+    return S3Credentials(bucket.credentials.access_key, bucket.credentials.secret_key)
+
+
+@contextmanager
+def staged(options: Options, progress: Progress, folder: Path) -> Iterator[Stage]:
+    """A stage for one run; what this call started is cleared away unless `options.keep`.
+
+    Raises KitError with what is missing.
+    """
+    with progress.step("cluster"):
+        cluster = ensure(options.cluster, progress)
+    try:
+        if cluster.host_address is None:
+            raise KitError("pods of this cluster have no known way to this machine: use CLUSTER=local or kind")
+        with progress.step("image"):
+            built = image.build(progress)
+            cluster.load_image(built.archive)
+        with progress.step("S3 server"):
+            bucket = SeaweedFS(folder / "s3", host=cluster.host_address)
+            bucket.start()
+        try:
+            bucket.create_bucket(BUCKET)
+            yield from _on(cluster, bucket, built.reference, options, progress)
+        finally:
+            bucket.kill()
+    finally:
+        if cluster.started and not options.keep:
+            with progress.step("removing the cluster"):
+                cluster.down()
+
+
+def _on(
+    cluster: Cluster, bucket: SeaweedFS, image_name: str, options: Options, progress: Progress
+) -> Iterator[Stage]:
+    kube = Kube(cluster.kubeconfig, f"gym-demo-{secrets.token_hex(3)}")
+    lines = _tasks(options)
+    stage = Stage(cluster, bucket, kube, image_name, len(lines))
+    store = stage.store(kube.namespace)
+    store.create("tasks.jsonl", b"".join(line + b"\n" for line in lines))
+    store.create("one-task.jsonl", lines[0] + b"\n")
+    with progress.step("operator (helm install)"):
+        stage.install_operator()
+    kube.create_namespace()
+    kube.create_secret(
+        SECRET,
+        {
+            "AWS_ACCESS_KEY_ID": bucket.credentials.access_key,
+            "AWS_SECRET_ACCESS_KEY": bucket.credentials.secret_key,
+        },
+    )
+    try:
+        yield stage
+    finally:
+        if not options.keep:
+            with progress.step("uninstalling"):
+                for release in (STACK, "bare"):
+                    stage.uninstall(release, kube.namespace)
+                kube.delete_namespace()
+                stage.uninstall("gym-operator", OPERATOR_NAMESPACE)
+                wait("the namespace to go", lambda: not kube.pods(""), 60.0)
+
+
+def _tasks(options: Options) -> list[bytes]:
+    if options.tasks is not None:
+        return [line for line in options.tasks.read_bytes().splitlines() if line.strip()]
+    return [json.dumps(row).encode() for row in counter_rows(options.rollouts, seed=1)]
+
+
+def _split(reference: str) -> dict[str, str]:
+    repository, _, tag = reference.rpartition(":")
+    return {"repository": repository, "tag": tag, "pullPolicy": "IfNotPresent"}
