@@ -98,7 +98,7 @@ def next_move(status: CheckpointStatus, id: str, age: float, situation: Situatio
 
 def without_stack(stack: str, age: float) -> Hold | Fail:
     """What to do about a checkpoint whose stack does not exist."""
-    message = f"there is no GymStack {stack} in this namespace; create it, or correct stackRef in another GymCheckpoint"
+    message = f"there is no GymStack {stack} in this namespace; create it, or name another in a new GymCheckpoint"
     if age > PATIENCE_SECONDS:
         return Fail(ConditionReason.STACK_NOT_FOUND, message)
     return Hold(ConditionReason.STACK_NOT_FOUND, message)

@@ -69,7 +69,7 @@ class _Verdict:
 
 def stack_status(before: StackStatus, seen: Observed, now: float) -> StackStatus:
     """The status to write. The cell's record is not part of it: who writes the status adds it."""
-    progress = _progress(seen)
+    progress = _progress(before, seen)
     verdict = _verdict(seen, progress)
     attempt = seen.record.attempt if seen.record else 0
     cell = CellStatus(
@@ -131,8 +131,8 @@ def _verdict(seen: Observed, progress: CollectionProgress | None) -> _Verdict:
             "Failed",
             "False",
             "BackoffLimitExceeded",
-            f"{record.failures - 1} recoveries in a row brought no progress{why}. Look at the servers' logs, then delete "
-            "the GymStack and create it again, with spec.recovery.backoffLimit raised if it needs more",
+            f"{record.failures - 1} recoveries in a row brought no progress{why}. Look at the servers' logs, then raise "
+            "spec.recovery.backoffLimit, or suspend the stack and turn it on again",
         )
     if last is not None and last.seconds is None:
         if record.stage is Stage.STARTING and record.restore is not None:
@@ -150,10 +150,11 @@ def _verdict(seen: Observed, progress: CollectionProgress | None) -> _Verdict:
 
 def _plain(seen: Observed) -> _Verdict:
     """Without checkpoints nobody coordinates: the pods' own readiness is all there is."""
-    missing = [each.name for each in seen.participants if each.name not in seen.pods or not seen.pods[each.name].ready]
+    ready = {server for server, pod in seen.pods.items() if pod.ready}
+    missing = ", ".join(each.name for each in seen.participants if each.name not in ready)
     if not missing:
         return _Verdict("Running", "Running", "True", "Running", "all servers are ready")
-    return _Verdict("Starting", "Starting", "False", "PodsStarting", _waiting(seen, f"not ready: {', '.join(missing)}"))
+    return _Verdict("Starting", "Starting", "False", "PodsStarting", _waiting(seen, f"not ready: {missing}"))
 
 
 def _waiting(seen: Observed, what: str) -> str:
@@ -225,7 +226,8 @@ def _participant(participant: Participant, seen: Observed) -> StackParticipant:
     )
 
 
-def _progress(seen: Observed) -> CollectionProgress | None:
+def _progress(before: StackStatus, seen: Observed) -> CollectionProgress | None:
+    """The driver's counters; what it said last while it does not answer."""
     for each in seen.participants:
         if each.kind == "collection" and (status := seen.statuses.get(each.name)) is not None and status.progress:
             counts = status.progress
@@ -235,7 +237,7 @@ def _progress(seen: Observed) -> CollectionProgress | None:
                 failed=counts.get("failed", 0),
                 complete=bool(counts.get("complete", 0)),
             )
-    return None
+    return before.cells[0].collection if before.cells else None
 
 
 def _recovery(recovery: Recovery) -> RecoveryStatus:

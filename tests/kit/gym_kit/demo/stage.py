@@ -75,14 +75,9 @@ class Stage:
         self.helm("uninstall", release, "--namespace", namespace, "--ignore-not-found")
 
     def _install(self, chart: str, release: str, namespace: str, values: dict[str, Any], *more: str) -> None:
-        run(
-            [
-                *(tools.helm(), "--kubeconfig", self.cluster.kubeconfig, "upgrade", "--install", release),
-                *(PROJECT / "charts" / chart, "--namespace", namespace, "--create-namespace", "--values", "-", *more),
-            ],
-            stdin=json.dumps(values),
-            timeout=HELM_SECONDS,
-        )
+        command: list[str | Path] = [tools.helm(), "--kubeconfig", self.cluster.kubeconfig, "upgrade", "--install"]
+        command += [release, PROJECT / "charts" / chart, "--namespace", namespace, "--create-namespace"]
+        run([*command, "--values", "-", *more], stdin=json.dumps(values), timeout=HELM_SECONDS)
 
 
 def s3_settings(bucket: SeaweedFS, prefix: str) -> S3Settings:

@@ -1,0 +1,106 @@
+"""What the watches have told: stacks, unfinished checkpoints, and pods. Small, in memory, and only ever a hint.
+
+Whoever writes does so on a resource version, so acting on an old view costs a conflict and no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from gym_operator.api.checkpoint import TERMINAL
+from gym_operator.effects.transport import PodTransport
+from gym_operator.rules.pod_state import PodState, by_server, observe
+
+
+class Key(NamedTuple):
+    """An object's place: namespace and name."""
+
+    namespace: str
+    name: str
+
+
+def key_of(body: Mapping[str, Any]) -> Key:
+    return Key(body["metadata"]["namespace"], body["metadata"]["name"])
+
+
+def version_of(body: Mapping[str, Any]) -> int:
+    return int(body["metadata"].get("resourceVersion") or 0)
+
+
+def stack_of(checkpoint: Mapping[str, Any]) -> Key:
+    """The stack a GymCheckpoint refers to."""
+    reference = (checkpoint.get("spec") or {}).get("stackRef") or {}
+    return Key(checkpoint["metadata"]["namespace"], str(reference.get("name") or ""))
+
+
+class Cache:
+    """The objects by key. `transport` learns which addresses answer."""
+
+    def __init__(self, transport: PodTransport) -> None:
+        self.stacks: dict[Key, Mapping[str, Any]] = {}
+        self.checkpoints: dict[Key, Mapping[str, Any]] = {}
+        self._pods: dict[str, dict[str, PodState]] = {}
+        self._transport = transport
+
+    def put_stack(self, body: Mapping[str, Any]) -> None:
+        key, known = key_of(body), self.stacks.get(key_of(body))
+        if known is None or version_of(body) >= version_of(known):
+            self.stacks[key] = body
+
+    def drop_stack(self, key: Key, uid: str) -> None:
+        known = self.stacks.get(key)
+        if known is not None and known["metadata"]["uid"] == uid:
+            del self.stacks[key]
+
+    def put_checkpoint(self, body: Mapping[str, Any]) -> None:
+        """Finished ones are not kept: there may be thousands, and nothing happens to them any more."""
+        key, known = key_of(body), self.checkpoints.get(key_of(body))
+        if (body.get("status") or {}).get("phase") in TERMINAL:
+            self.checkpoints.pop(key, None)
+        elif known is None or version_of(body) >= version_of(known):
+            self.checkpoints[key] = body
+
+    def drop_checkpoint(self, key: Key, uid: str) -> None:
+        known = self.checkpoints.get(key)
+        if known is not None and known["metadata"]["uid"] == uid:
+            del self.checkpoints[key]
+
+    def checkpoints_of(self, stack: Key) -> list[Mapping[str, Any]]:
+        return [body for body in self.checkpoints.values() if stack_of(body) == stack]
+
+    def put_pod(self, body: Mapping[str, Any]) -> PodState:
+        """Read a pod; what is older than what is known changes nothing."""
+        pod = observe(body)
+        pods = self._pods.setdefault(pod.stack_uid, {})
+        known = pods.get(pod.uid)
+        if known is not None and known.version > pod.version:
+            return known
+        pods[pod.uid] = pod
+        if pod.address is not None and pod.incarnation is not None:
+            if pod.alive:
+                self._transport.alive(pod.address, pod.incarnation)
+            else:
+                self._transport.ended(pod.address, pod.incarnation)
+        return pod
+
+    def drop_pod(self, stack_uid: str, uid: str) -> None:
+        pods = self._pods.get(stack_uid, {})
+        pod = pods.pop(uid, None)
+        if pod is not None and pod.address is not None and pod.incarnation is not None:
+            self._transport.forget(pod.address, pod.incarnation)
+        if not pods:
+            self._pods.pop(stack_uid, None)
+
+    def pods_of(self, stack_uid: str) -> dict[str, PodState]:
+        """The pod that counts for each server of a stack."""
+        return by_server(self._pods.get(stack_uid, {}).values())
+
+    def replace_pods(self, stack_uid: str, bodies: Iterable[Mapping[str, Any]]) -> None:
+        """Take a list from the API server for the whole truth about one stack's pods."""
+        present = {self.put_pod(body).uid for body in bodies}
+        for uid in set(self._pods.get(stack_uid, {})) - present:
+            self.drop_pod(stack_uid, uid)
+
+    def all_pods(self) -> list[PodState]:
+        return [pod for pods in self._pods.values() for pod in pods.values()]

@@ -1,0 +1,192 @@
+"""The few calls the operator makes to the API server, on plain JSON objects.
+
+    KubeError                any refusal, or no answer (status 0)
+     ├─ NotFound             there is no such object
+     └─ Conflict             the object changed meanwhile, exists already, or is another one
+
+Every call is one try: callers are level-driven and come again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, Protocol
+
+import aiohttp
+from kubernetes.aio.client import ApiClient, Configuration
+from kubernetes.aio.config import load_kube_config
+from kubernetes.aio.config.config_exception import ConfigException
+from kubernetes.aio.config.incluster_config import SERVICE_HOST_ENV_NAME, load_incluster_config
+
+from gym_operator.api import names
+
+REQUEST_SECONDS: Final = 15.0
+
+Body = dict[str, Any]
+
+
+class KubeError(Exception):
+    """The API server refused, or did not answer (`status` 0). The text is for people."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class NotFound(KubeError):
+    """There is no such object."""
+
+
+class Conflict(KubeError):
+    """The object changed since it was read, exists already, or has another UID."""
+
+
+class KubeConfigError(Exception):
+    """No way to the API server is configured; the message says what to set."""
+
+
+class Resource(NamedTuple):
+    """A kind of object, as the API server's paths name it."""
+
+    group: str
+    version: str
+    plural: str
+
+    def path(self, namespace: str | None, name: str | None = None, subresource: str | None = None) -> str:
+        root = f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
+        within = f"/namespaces/{namespace}" if namespace else ""
+        return "/".join(part for part in (f"{root}{within}/{self.plural}", name, subresource) if part)
+
+
+STACKS: Final = Resource(names.GROUP, names.VERSION, names.STACK_PLURAL)
+CHECKPOINTS: Final = Resource(names.GROUP, names.VERSION, names.CHECKPOINT_PLURAL)
+PODS: Final = Resource("", "v1", "pods")
+SECRETS: Final = Resource("", "v1", "secrets")
+EVENTS: Final = Resource("", "v1", "events")
+CHILDREN: Final[Mapping[str, Resource]] = {
+    "ConfigMap": Resource("", "v1", "configmaps"),
+    "NetworkPolicy": Resource("networking.k8s.io", "v1", "networkpolicies"),
+    "Secret": SECRETS,
+    "Service": Resource("", "v1", "services"),
+    "StatefulSet": Resource("apps", "v1", "statefulsets"),
+}
+
+
+class Kube(Protocol):
+    """What the rest of the operator needs of the API server. Every method raises KubeError."""
+
+    async def get(self, resource: Resource, namespace: str, name: str) -> Body: ...
+
+    async def list(self, resource: Resource, namespace: str | None, selector: str = "") -> Sequence[Body]:
+        """All objects; `namespace` None means everywhere. As fresh as the server's own cache."""
+        ...
+
+    async def create(self, resource: Resource, namespace: str, body: Body) -> Body: ...
+
+    async def replace(self, resource: Resource, namespace: str, body: Body) -> Body: ...
+
+    async def replace_status(self, resource: Resource, namespace: str, body: Body) -> Body:
+        """Replace the status alone; `metadata.resourceVersion` says on which state it rests."""
+        ...
+
+    async def delete(
+        self, resource: Resource, namespace: str, name: str, uid: str | None = None, grace_seconds: int | None = None
+    ) -> None:
+        """Delete; with `uid` only the object that has it, else Conflict."""
+        ...
+
+
+@dataclass(frozen=True)
+class ApiKube:
+    """The API server, through one shared client."""
+
+    client: ApiClient
+
+    async def get(self, resource: Resource, namespace: str, name: str) -> Body:
+        return await self._call("GET", resource.path(namespace, name))
+
+    async def list(self, resource: Resource, namespace: str | None, selector: str = "") -> Sequence[Body]:
+        query = [("resourceVersion", "0"), *([("labelSelector", selector)] if selector else [])]
+        items: list[Body] = (await self._call("GET", resource.path(namespace), query=query))["items"]
+        return items
+
+    async def create(self, resource: Resource, namespace: str, body: Body) -> Body:
+        return await self._call("POST", resource.path(namespace), body)
+
+    async def replace(self, resource: Resource, namespace: str, body: Body) -> Body:
+        return await self._call("PUT", resource.path(namespace, body["metadata"]["name"]), body)
+
+    async def replace_status(self, resource: Resource, namespace: str, body: Body) -> Body:
+        return await self._call("PUT", resource.path(namespace, body["metadata"]["name"], "status"), body)
+
+    async def delete(
+        self, resource: Resource, namespace: str, name: str, uid: str | None = None, grace_seconds: int | None = None
+    ) -> None:
+        options: Body = {"apiVersion": "v1", "kind": "DeleteOptions"}
+        if uid is not None:
+            options["preconditions"] = {"uid": uid}
+        if grace_seconds is not None:
+            options["gracePeriodSeconds"] = grace_seconds
+        await self._call("DELETE", resource.path(namespace, name), options)
+
+    async def close(self) -> None:
+        await self.client.close()
+
+    async def _call(
+        self, method: str, path: str, body: Body | None = None, query: list[tuple[str, str]] | None = None
+    ) -> Body:
+        headers = {"Accept": "application/json", "Content-Type": "application/json"}
+        serialized = await self.client.param_serialize(
+            method, path, query_params=query, header_params=headers, body=body, auth_settings=["BearerToken"]
+        )
+        timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS, connect=5.0)
+        try:
+            response = await self.client.call_api(*serialized, _request_timeout=timeout)
+            data = await response.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise KubeError(0, f"the API server does not answer: {type(error).__name__}") from error
+        if response.status >= 400:
+            raise _refusal(response.status, data)
+        found: Body = json.loads(data)
+        return found
+
+
+async def connect(kubeconfig: str | None) -> ApiKube:
+    """A client for the cluster this runs in, or for the one a kubeconfig names. Raises KubeConfigError."""
+    return ApiKube(ApiClient(await load_configuration(kubeconfig)))
+
+
+async def load_configuration(kubeconfig: str | None) -> Configuration:
+    """Address and credentials: from `kubeconfig` if given, else of the pod's service account, else of the user.
+
+    Raises KubeConfigError.
+    """
+
+
+    configuration = Configuration()
+    try:
+        if kubeconfig is None and SERVICE_HOST_ENV_NAME in os.environ:
+            load_incluster_config(client_configuration=configuration)
+        else:
+            await load_kube_config(config_file=kubeconfig, client_configuration=configuration)
+    except (ConfigException, OSError) as error:
+        raise KubeConfigError(f"no cluster is configured: {error}; give --kubeconfig or set KUBECONFIG") from error
+    return configuration
+
+
+def _refusal(status: int, data: bytes) -> KubeError:
+    try:
+        message = str(json.loads(data).get("message") or "")
+    except (ValueError, AttributeError):
+        message = ""
+    text = f"the API server refused ({status}): {message[:500] or 'without a reason'}"
+    match status:
+        case 404:
+            return NotFound(status, text)
+        case 409:
+            return Conflict(status, text)
+        case _:
+            return KubeError(status, text)
