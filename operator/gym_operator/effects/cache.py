@@ -5,10 +5,11 @@ Whoever writes does so on a resource version, so acting on an old view costs a c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from gym_operator.api.checkpoint import TERMINAL
+from gym_operator.effects.kube import Listing
 from gym_operator.effects.transport import PodTransport
 from gym_operator.rules.pod_state import PodState, by_server, observe
 
@@ -96,11 +97,13 @@ class Cache:
         """The pod that counts for each server of a stack."""
         return by_server(self._pods.get(stack_uid, {}).values())
 
-    def replace_pods(self, stack_uid: str, bodies: Iterable[Mapping[str, Any]]) -> None:
-        """Take a list from the API server for the whole truth about one stack's pods."""
-        present = {self.put_pod(body).uid for body in bodies}
-        for uid in set(self._pods.get(stack_uid, {})) - present:
-            self.drop_pod(stack_uid, uid)
+    def replace_pods(self, stack_uid: str, listing: Listing) -> None:
+        """Take a list from the API server for the whole truth about one stack's pods, as of its version: a watch
+        may have told of younger ones meanwhile."""
+        present = {self.put_pod(body).uid for body in listing.items}
+        for uid, pod in list(self._pods.get(stack_uid, {}).items()):
+            if uid not in present and pod.version <= listing.version:
+                self.drop_pod(stack_uid, uid)
 
     def all_pods(self) -> list[PodState]:
         return [pod for pods in self._pods.values() for pod in pods.values()]

@@ -61,6 +61,13 @@ class Resource(NamedTuple):
         return "/".join(part for part in (f"{root}{within}/{self.plural}", name, subresource) if part)
 
 
+class Listing(NamedTuple):
+    """All objects of a kind, and the resource version at which that is all there was."""
+
+    items: Sequence[Body]
+    version: int
+
+
 STACKS: Final = Resource(names.GROUP, names.VERSION, names.STACK_PLURAL)
 CHECKPOINTS: Final = Resource(names.GROUP, names.VERSION, names.CHECKPOINT_PLURAL)
 PODS: Final = Resource("", "v1", "pods")
@@ -80,8 +87,8 @@ class Kube(Protocol):
 
     async def get(self, resource: Resource, namespace: str, name: str) -> Body: ...
 
-    async def list(self, resource: Resource, namespace: str | None, selector: str = "") -> Sequence[Body]:
-        """All objects; `namespace` None means everywhere. As fresh as the server's own cache."""
+    async def list_all(self, resource: Resource, namespace: str | None, selector: str = "") -> Listing:
+        """All objects as of now; `namespace` None means everywhere."""
         ...
 
     async def create(self, resource: Resource, namespace: str, body: Body) -> Body: ...
@@ -108,10 +115,10 @@ class ApiKube:
     async def get(self, resource: Resource, namespace: str, name: str) -> Body:
         return await self._call("GET", resource.path(namespace, name))
 
-    async def list(self, resource: Resource, namespace: str | None, selector: str = "") -> Sequence[Body]:
-        query = [("resourceVersion", "0"), *([("labelSelector", selector)] if selector else [])]
-        items: list[Body] = (await self._call("GET", resource.path(namespace), query=query))["items"]
-        return items
+    async def list_all(self, resource: Resource, namespace: str | None, selector: str = "") -> Listing:
+        query = [("labelSelector", selector)] if selector else None
+        found = await self._call("GET", resource.path(namespace), query=query)
+        return Listing(found["items"], int(found["metadata"]["resourceVersion"]))
 
     async def create(self, resource: Resource, namespace: str, body: Body) -> Body:
         return await self._call("POST", resource.path(namespace), body)
@@ -133,7 +140,7 @@ class ApiKube:
         await self._call("DELETE", resource.path(namespace, name), options)
 
     async def close(self) -> None:
-        await self.client.close()
+        await self.client.close()  # type: ignore[no-untyped-call]
 
     async def _call(
         self, method: str, path: str, body: Body | None = None, query: list[tuple[str, str]] | None = None
@@ -145,7 +152,7 @@ class ApiKube:
         timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS, connect=5.0)
         try:
             response = await self.client.call_api(*serialized, _request_timeout=timeout)
-            data = await response.read()
+            data = await response.read()  # type: ignore[no-untyped-call]
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise KubeError(0, f"the API server does not answer: {type(error).__name__}") from error
         if response.status >= 400:
@@ -169,9 +176,11 @@ async def load_configuration(kubeconfig: str | None) -> Configuration:
     configuration = Configuration()
     try:
         if kubeconfig is None and SERVICE_HOST_ENV_NAME in os.environ:
-            load_incluster_config(client_configuration=configuration)
+            load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
         else:
-            await load_kube_config(config_file=kubeconfig, client_configuration=configuration)
+            await load_kube_config(  # type: ignore[no-untyped-call]
+                config_file=kubeconfig, client_configuration=configuration
+            )
     except (ConfigException, OSError) as error:
         raise KubeConfigError(f"no cluster is configured: {error}; give --kubeconfig or set KUBECONFIG") from error
     return configuration

@@ -131,8 +131,8 @@ def _verdict(seen: Observed, progress: CollectionProgress | None) -> _Verdict:
             "Failed",
             "False",
             "BackoffLimitExceeded",
-            f"{record.failures - 1} recoveries in a row brought no progress{why}. Look at the servers' logs, then raise "
-            "spec.recovery.backoffLimit, or suspend the stack and turn it on again",
+            f"{record.failures - 1} recoveries in a row brought no progress{why}. Look at the servers' logs, then "
+            "raise spec.recovery.backoffLimit, or suspend the stack and turn it on again",
         )
     if last is not None and last.seconds is None:
         if record.stage is Stage.STARTING and record.restore is not None:

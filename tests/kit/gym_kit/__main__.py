@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gym_kit import image
-from gym_kit.cluster import Cluster, ensure, kind
+from gym_kit.cluster import Cluster, ensure, find, kind
 from gym_kit.cluster.local import provider as local
 from gym_kit.cluster.local.build import build_kubernetes
 from gym_kit.errors import KitError
@@ -72,21 +72,20 @@ def _up(options: argparse.Namespace, progress: Progress) -> Answer:
 
 def _down(_: argparse.Namespace, progress: Progress) -> Answer:
     removed = ["local"] if local.down(progress) else []
-    if (found := kind.find()) is not None:
-        found.down()
+    if kind.remove():
         removed.append("kind")
     return {"removed": removed}
 
 
 def _status(_: argparse.Namespace, __: Progress) -> Answer:
-    found = _found()
+    found = find()
     return {"running": False} if found is None else {"running": True, **_described(found)}
 
 
 def _image(options: argparse.Namespace, progress: Progress) -> Answer:
     built = image.build(progress)
     if options.load:
-        cluster = _found()
+        cluster = find()
         if cluster is None:
             raise KitError("no cluster of this kit is running: `up` first")
         with progress.step("loading the image"):
@@ -96,10 +95,6 @@ def _image(options: argparse.Namespace, progress: Progress) -> Answer:
 
 def _build_kubernetes(_: argparse.Namespace, progress: Progress) -> Answer:
     return {"folder": str(build_kubernetes(progress))}
-
-
-def _found() -> Cluster | None:
-    return local.find() or kind.find()
 
 
 def _described(cluster: Cluster) -> Answer:

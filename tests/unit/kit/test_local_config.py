@@ -1,4 +1,4 @@
-"""What the node's programs are told: one set of ports, everything inside the run folder, pods kept on this machine."""
+"""What the node's programs are told: one set of ports, all files in the run folder, pods kept on this machine."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from gym_kit.cluster.local.record import (
     read,
     to_json,
 )
+from gym_kit.paths import state_folder
 from gym_kit.procs import ProcessId, identify
 
 
@@ -66,18 +68,17 @@ def test_a_run_is_abandoned_when_its_owner_or_its_boot_is_gone(record: Record, m
     assert is_abandoned(replace(record, boot="an earlier boot"))
 
 
-def test_records_are_found_in_the_state_folder(
-    record: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Short on purpose: pytest's own folders are longer than a socket path may be.
-    monkeypatch.setattr("gym_kit.cluster.local.record.state_folder", lambda: tmp_path)
-    (tmp_path / "cluster-empty").mkdir()
-    run = tmp_path / "cluster-1"
-    run.mkdir()
-    written = replace(record, run=run).save()
+def test_records_are_found_in_the_state_folder(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Not pytest's own folder: its path is longer than the kit accepts for sockets.
+    with tempfile.TemporaryDirectory() as home:
+        monkeypatch.setenv("XDG_STATE_HOME", home)
+        (state_folder() / "cluster-empty").mkdir(parents=True)
+        run = state_folder() / "cluster-1"
+        run.mkdir()
+        written = replace(record, run=run).save()
 
-    assert all_records() == [written]
-    assert read(run) == written
+        assert all_records() == [written]
+        assert read(run) == written
 
 
 def test_mounts_of_a_folder_come_innermost_first_and_neighbours_do_not_count() -> None:

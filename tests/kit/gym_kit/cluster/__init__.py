@@ -1,8 +1,7 @@
 """Clusters to test against: one brought up in Docker (kind), one from plain processes (local), or a given one.
 
-with Progress... : cluster = ensure("auto", Progress.to_stderr())
-kubectl --kubeconfig cluster.kubeconfig ...
-if cluster.started: cluster.down()
+`ensure` is the entry: it hands back a cluster that answers, whichever provider it comes from, with a kubeconfig, a
+way in for images, and the address at which pods reach a server of this machine. `find` is for looking only.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ from typing import Literal
 
 from gym_kit.cluster import current, kind
 from gym_kit.cluster.base import Cluster, Provider
-from gym_kit.cluster.local import provider as local
+from gym_kit.cluster.local import provider as local_provider
 from gym_kit.progress import Progress
 
-__all__ = ["Choice", "Cluster", "Provider", "choose", "ensure"]
+__all__ = ["Choice", "Cluster", "Provider", "choose", "ensure", "find"]
 
 Choice = Literal["auto", "kind", "local", "current"]
 
@@ -36,6 +35,9 @@ def ensure(choice: Choice, progress: Progress, kubeconfig: Path | None = None) -
     `kubeconfig` (or the variable KUBECONFIG) names a given cluster. Raises KitError with what is missing.
     """
     given = kubeconfig or _from_environment()
+    if choice == "auto" and given is not None and (mine := find()) is not None and mine.kubeconfig == given.resolve():
+        # Somebody exported KUBECONFIG after `up`: it still is the cluster whose nodes we reach.
+        return mine
     # The engine is asked only when its answer counts: `docker info` can take seconds to fail.
     docker = choice == "auto" and given is None and kind.docker_answers()
     provider = choose(choice, given is not None, docker)
@@ -43,7 +45,12 @@ def ensure(choice: Choice, progress: Progress, kubeconfig: Path | None = None) -
         return current.take(given)
     if provider == "kind":
         return kind.ensure(progress)
-    return local.ensure(progress)
+    return local_provider.ensure(progress)
+
+
+def find() -> Cluster | None:
+    """The cluster an earlier `ensure` brought up, if it still answers; starts and builds nothing."""
+    return local_provider.find() or kind.find()
 
 
 def _from_environment() -> Path | None:

@@ -41,7 +41,7 @@ class KindCluster(Cluster):
         return reference
 
     def down(self) -> None:
-        run([self.program, "delete", "cluster", "--name", CLUSTER, "--kubeconfig", self.kubeconfig], timeout=300)
+        remove()
 
 
 def docker_answers() -> bool:
@@ -54,7 +54,8 @@ def ensure(progress: Progress) -> KindCluster:
     if not docker_answers():
         raise KitError("kind needs a Docker engine and `docker info` gets no answer: start it or use --cluster local")
     program = _program(progress)
-    kubeconfig = private_folder(state_folder()) / f"kind-{CLUSTER}.kubeconfig"
+    private_folder(state_folder())
+    kubeconfig = _kubeconfig()
     running = CLUSTER in run([program, "get", "clusters"]).split()
     if running:
         # The file may be gone or stale (the port changes when Docker restarts), the cluster knows it.
@@ -80,11 +81,25 @@ def ensure(progress: Progress) -> KindCluster:
 
 def find() -> KindCluster | None:
     """The cluster an earlier `ensure` made, if it still runs; builds nothing."""
-    kubeconfig = state_folder() / f"kind-{CLUSTER}.kubeconfig"
+    kubeconfig = _kubeconfig()
     program = _path()
     if not (kubeconfig.is_file() and program.is_file() and answers(kubeconfig)):
         return None
     return _cluster(program, kubeconfig, started=False)
+
+
+def remove() -> bool:
+    """Deletes the cluster an earlier `ensure` made, whether it answers or not; False if there is none."""
+    kubeconfig = _kubeconfig()
+    if not (kubeconfig.is_file() and _path().is_file()):
+        return False
+    run([_path(), "delete", "cluster", "--name", CLUSTER, "--kubeconfig", kubeconfig], timeout=300)
+    kubeconfig.unlink()
+    return True
+
+
+def _kubeconfig() -> Path:
+    return state_folder() / f"kind-{CLUSTER}.kubeconfig"
 
 
 def _cluster(program: Path, kubeconfig: Path, started: bool) -> KindCluster:

@@ -1,0 +1,71 @@
+"""An event loop with virtual time: when nothing can run, the clock jumps to the next timer.
+
+Work in threads (reading and writing checkpoints) takes real time; while some is under way the clock stands still,
+or every timer would fire while a file is being read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import Callable
+from typing import Any
+
+START = 1_000_000.0  # also serves as Unix time in tests, where 0 would be refused
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """`time()` is virtual. Raises RuntimeError where all wait for something that can never come."""
+
+    def __init__(self) -> None:
+        self.now = START
+        self.in_threads = 0
+        super().__init__(_Selector(self))
+
+    def time(self) -> float:
+        return self.now
+
+    def run_in_executor(  # type: ignore[override]  # the stub's overloads say no more
+        self, executor: Any, func: Callable[..., Any], *args: Any
+    ) -> asyncio.Future[Any]:
+        future: asyncio.Future[Any] = super().run_in_executor(executor, func, *args)
+        self.in_threads += 1
+        future.add_done_callback(self._back)
+        return future
+
+    async def shutdown_default_executor(self, *arguments: Any) -> None:
+        self.in_threads += 1
+        try:
+            await super().shutdown_default_executor(*arguments)
+        finally:
+            self.in_threads -= 1
+
+    def _back(self, _: asyncio.Future[Any]) -> None:
+        self.in_threads -= 1
+
+
+class _Selector(selectors.DefaultSelector):
+    def __init__(self, loop: VirtualLoop) -> None:
+        super().__init__()
+        self._loop = loop
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        ready = super().select(0)
+        if ready or timeout == 0:
+            return ready
+        if self._loop.in_threads:
+            return super().select(None)
+        if timeout is None:
+            raise RuntimeError("everything waits and no timer is set: this would hang for ever")
+        self._loop.now += timeout
+        return []
+
+
+def now() -> float:
+    """The running loop's time: the wall clock of a test."""
+    return asyncio.get_running_loop().time()
+
+
+async def settle() -> None:
+    """Let everything run that can run without time passing."""
+    await asyncio.sleep(1e-6)
