@@ -6,12 +6,16 @@ Whoever writes does so on a resource version, so acting on an old view costs a c
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from gym_operator.api.checkpoint import TERMINAL
 from gym_operator.effects.kube import Listing
 from gym_operator.effects.transport import PodTransport
 from gym_operator.rules.pod_state import PodState, by_server, observe
+
+
+REMEMBERED: Final = 1000
+"""Finished checkpoints whose end this operator wrote: their last events are on the way."""
 
 
 class Key(NamedTuple):
@@ -41,6 +45,7 @@ class Cache:
     def __init__(self, transport: PodTransport) -> None:
         self.stacks: dict[Key, Mapping[str, Any]] = {}
         self.checkpoints: dict[Key, Mapping[str, Any]] = {}
+        self._finished: dict[str, None] = {}
         self._pods: dict[str, dict[str, PodState]] = {}
         self._transport = transport
 
@@ -57,7 +62,8 @@ class Cache:
     def put_checkpoint(self, body: Mapping[str, Any]) -> None:
         """Finished ones are not kept: there may be thousands, and nothing happens to them any more."""
         key, known = key_of(body), self.checkpoints.get(key_of(body))
-        if (body.get("status") or {}).get("phase") in TERMINAL:
+        final = (body.get("status") or {}).get("phase") in TERMINAL
+        if final or body["metadata"]["uid"] in self._finished:
             self.checkpoints.pop(key, None)
         elif known is None or version_of(body) >= version_of(known):
             self.checkpoints[key] = body
@@ -66,6 +72,13 @@ class Cache:
         known = self.checkpoints.get(key)
         if known is not None and known["metadata"]["uid"] == uid:
             del self.checkpoints[key]
+
+    def finish_checkpoint(self, key: Key, uid: str) -> None:
+        """It is final; an older view of it that comes late must not bring it back."""
+        self._finished[uid] = None
+        while len(self._finished) > REMEMBERED:
+            del self._finished[next(iter(self._finished))]
+        self.drop_checkpoint(key, uid)
 
     def checkpoints_of(self, stack: Key) -> list[Mapping[str, Any]]:
         return [body for body in self.checkpoints.values() if stack_of(body) == stack]

@@ -1,4 +1,4 @@
-"""Keeps the objects that a stack is made of as its spec says: created where absent, replaced where their digest differs."""
+"""Keeps the objects that a stack is made of as its spec says: made where absent, replaced where their digest differs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ForeignChild(Exception):
 
 
 async def ensure_secret(kube: Kube, context: StackContext) -> str:
-    """The stack's control token; the Secret that holds it is made if there is none. Raises ForeignChild, KubeError."""
+    """The stack's control token, out of its Secret, made if there is none. Raises ForeignChild, KubeError."""
     namespace, resource = context.identity.namespace, CHILDREN["Secret"]
     name = names.control_secret(context.name)
     try:
@@ -75,8 +75,8 @@ async def _ensure(kube: Kube, context: StackContext, manifest: Manifest) -> None
 def _own(found: Body, context: StackContext, kind: str) -> None:
     if is_foreign(found, context.identity.uid):
         raise ForeignChild(
-            f"{kind} {found['metadata']['name']} exists and belongs to something else; rename the stack or the server, "
-            "or wait until what is left of a deleted stack is gone"
+            f"{kind} {found['metadata']['name']} exists and belongs to something else; rename the stack or the "
+            "server, or wait until what is left of a deleted stack is gone"
         )
 
 

@@ -1,4 +1,4 @@
-"""A cell on Kubernetes: its processes are pods, ending one is deleting its pod, and its record is in the stack's status.
+"""A cell on Kubernetes: its processes are pods, to end one is to delete its pod, its record is in the stack's status.
 
 The StatefulSets bring fresh pods up by themselves, so to end a process is all there is to do.
 """
@@ -93,9 +93,8 @@ class KubeCellHost:
     async def _delete(self, pod: PodState) -> None:
         forced = pod.lost(self._wall())
         if forced:
-            await self.announce(
-                "Warning", "PodForced", f"node {pod.node} does not confirm the end of {pod.name}; it is removed by force"
-            )
+            message = f"node {pod.node} does not confirm the end of {pod.name}; it is removed by force"
+            await self.announce("Warning", "PodForced", message)
         try:
             await self._kube.delete(PODS, pod.namespace, pod.name, pod.uid, 0 if forced else GRACE_SECONDS)
         except (NotFound, Conflict):

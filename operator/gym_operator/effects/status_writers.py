@@ -54,9 +54,7 @@ class StackWriter:
     async def save_record(self, record: CellRecord) -> None:
         """Make the cell's record durable. Raises Gone, Superseded, KubeError."""
         async with self._writing:
-            cells = self.status.cells or (CellStatus(index=0),)
-            cell = cells[0].model_copy(update={"record": to_document(record), "attempt": record.attempt})
-            await self._replace(self.status.model_copy(update={"cells": (cell,), "attempt": record.attempt}), record)
+            await self._replace(_with_record(self.status, record), record)
 
     async def write(self, status: StackStatus) -> bool:
         """Write the status with the record as it was saved last; False where nothing changed.
@@ -65,9 +63,7 @@ class StackWriter:
         """
         async with self._writing:
             if self.record is not None:
-                cells = status.cells or (CellStatus(index=0),)
-                cell = cells[0].model_copy(update={"record": to_document(self.record), "attempt": self.record.attempt})
-                status = status.model_copy(update={"cells": (cell,), "attempt": self.record.attempt})
+                status = _with_record(status, self.record)
             if status == self.status:
                 return False
             await self._replace(status, self.record)
@@ -126,6 +122,12 @@ class CheckpointWriter:
             self.status, self._version = status, written["metadata"]["resourceVersion"]
             return
         raise KubeError(409, f"the status of checkpoint {self.name} could not be written: it changes all the time")
+
+
+def _with_record(status: StackStatus, record: CellRecord) -> StackStatus:
+    cells = status.cells or (CellStatus(index=0),)
+    cell = cells[0].model_copy(update={"record": to_document(record), "attempt": record.attempt})
+    return status.model_copy(update={"cells": (cell,), "attempt": record.attempt})
 
 
 def _body(kind: str, namespace: str, name: str, uid: str, version: str, status: Body) -> Body:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeVar
+from typing import Any, Final
 
 from gym_operator.api.checkpoint import CheckpointStatus
 from gym_operator.api.conditions import ConditionReason
-from gym_operator.api.objects import ObjectMeta
 from gym_operator.rules.checkpoint_phases import OPEN
 from gym_servers.coordination.record import Stage
 
@@ -63,17 +62,9 @@ class Fail:
 Move = Take | Adopt | Resolve | Hold | Fail
 
 
-class HasMetadata(Protocol):
-    @property
-    def metadata(self) -> ObjectMeta: ...
-
-
-T = TypeVar("T", bound=HasMetadata)
-
-
-def in_order(checkpoints: Iterable[T]) -> list[T]:
-    """Oldest first; names decide within a second."""
-    return sorted(checkpoints, key=lambda each: (each.metadata.creation_timestamp, each.metadata.name))
+def in_order(checkpoints: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """GymCheckpoints as the API server holds them, oldest first; names decide within a second."""
+    return sorted(checkpoints, key=lambda each: (each["metadata"]["creationTimestamp"], each["metadata"]["name"]))
 
 
 def next_move(status: CheckpointStatus, id: str, age: float, situation: Situation) -> Move:

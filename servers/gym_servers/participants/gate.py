@@ -31,9 +31,8 @@ class Gate:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.enabled = enabled
-        self.attempt_floor = attempt_floor
         self.clock = clock
-        self.fence = Fence()
+        self.fence = Fence(enforce_floor=attempt_floor)
         self.control = Control(Phase.STARTING if enabled and coordinated else Phase.IDLE)
         self._changed = asyncio.Event()
 

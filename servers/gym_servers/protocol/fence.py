@@ -14,10 +14,12 @@ from gym_servers.protocol.identity import Episode
 
 @dataclass
 class Fence:
-    """The floor and the watermarks of one participant."""
+    """The floor and the watermarks of one participant. `enforce_floor=False` is for a driver that cannot know the
+    floor: it is kept for coordinators to see, and watermarks alone fence."""
 
     floor: int = 0
     marks: dict[str, int] = field(default_factory=dict)
+    enforce_floor: bool = True
 
     def raise_floor(self, cell_attempt: int) -> None:
         """Set by restore, and by resume from starting. A lower one raises `stale_attempt`: it comes from a
@@ -27,7 +29,11 @@ class Fence:
         self.floor = cell_attempt
 
     def is_stale(self, episode: Episode) -> bool:
-        return episode.attempt < self.floor or episode.attempt <= self.marks.get(episode.rollout_id, -1)
+        return episode.attempt < self._lowest(episode.rollout_id)
+
+    def _lowest(self, rollout_id: str) -> int:
+        """The lowest attempt of a rollout that may still act."""
+        return max(self.floor if self.enforce_floor else 0, self.marks.get(rollout_id, -1) + 1)
 
     def check(self, episode: Episode) -> None:
         """Raise `stale_attempt` where the episode was replaced or retired."""
@@ -35,7 +41,7 @@ class Fence:
             raise ProtocolError(
                 "stale_attempt",
                 f"{episode.key} was replaced or retired; attempts below "
-                f"{max(self.floor, self.marks.get(episode.rollout_id, -1) + 1)} have no effect here",
+                f"{self._lowest(episode.rollout_id)} have no effect here",
             )
 
     def admit(self, episode: Episode) -> None:

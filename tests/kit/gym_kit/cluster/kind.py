@@ -64,18 +64,8 @@ def ensure(progress: Progress) -> KindCluster:
             raise KitError("the kind cluster exists but does not answer: `python -m gym_kit down` and try again")
     else:
         with progress.step("creating a kind cluster"):
-            create = [
-                str(program),
-                "create",
-                "cluster",
-                "--name",
-                CLUSTER,
-                "--kubeconfig",
-                str(kubeconfig),
-                "--wait",
-                READY,
-            ]
-            run(create, timeout=900)
+            where = (f"--name={CLUSTER}", f"--kubeconfig={kubeconfig}", f"--wait={READY}")
+            run([program, "create", "cluster", *where], timeout=900)
     return _cluster(program, kubeconfig, started=not running)
 
 

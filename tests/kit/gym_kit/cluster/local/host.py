@@ -30,7 +30,7 @@ TOUCHED_SYSCTLS = (
 )
 # Programs of the node insist on these places outside the run folder.
 OUTSIDE_FOLDERS = (
-    *("/etc/cni", "/run/containerd", "/var/lib/cni", "/var/lib/kubelet"),
+    *("/run/containerd", "/var/lib/cni", "/var/lib/kubelet"),
     *("/var/log/containers", "/var/log/pods"),
 )
 

@@ -1,0 +1,114 @@
+"""Who may still act: the floor, the watermarks, and the attempt rule of a restore."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gym_servers.participants.base import plan_restore
+from gym_servers.protocol.errors import ProtocolError
+from gym_servers.protocol.fence import Fence
+from gym_servers.protocol.identity import Episode, InvalidIdentity
+
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("admit"), st.sampled_from("rs"), st.integers(0, 6)),
+        st.tuples(st.just("mark"), st.sampled_from("rs"), st.integers(0, 6)),
+        st.tuples(st.just("floor"), st.just(""), st.integers(0, 6)),
+    ),
+    max_size=30,
+)
+
+
+@given(OPERATIONS)
+def test_what_was_once_stale_stays_stale(operations: list[tuple[str, str, int]]) -> None:
+    fence = Fence()
+    everything = [Episode(rollout, attempt) for rollout in "rs" for attempt in range(8)]
+    for what, rollout, number in operations:
+        stale = {episode for episode in everything if fence.is_stale(episode)}
+        try:
+            if what == "admit":
+                fence.admit(Episode(rollout, number))
+                assert not fence.is_stale(Episode(rollout, number))
+                assert all(fence.is_stale(Episode(rollout, lower)) for lower in range(number))
+            elif what == "mark":
+                fence.mark(rollout, number)
+                assert fence.is_stale(Episode(rollout, number))
+            else:
+                fence.raise_floor(number)
+                assert all(fence.is_stale(Episode("new", lower)) for lower in range(number))
+        except ProtocolError as refusal:
+            assert refusal.code == "stale_attempt"
+        assert stale <= {episode for episode in everything if fence.is_stale(episode)}
+
+
+def test_a_lower_floor_is_refused_and_changes_nothing() -> None:
+    fence = Fence()
+    fence.raise_floor(3)
+    with pytest.raises(ProtocolError, match="stale_attempt"):
+        fence.raise_floor(2)
+    assert fence.floor == 3
+    fence.raise_floor(3)
+
+
+def test_a_refusal_says_from_which_attempt_on_work_is_taken() -> None:
+    fence = Fence()
+    fence.raise_floor(2)
+    fence.mark("r", 4)
+    with pytest.raises(ProtocolError, match="below 5"):
+        fence.check(Episode("r", 4))
+    with pytest.raises(ProtocolError, match="below 2"):
+        fence.check(Episode("other", 1))
+
+
+def test_a_mark_never_goes_back_and_forget_removes_it() -> None:
+    fence = Fence()
+    fence.mark("r", 5)
+    fence.mark("r", 1)
+    assert fence.is_stale(Episode("r", 5))
+    fence.forget("r")
+    fence.forget("never-seen")
+    assert not fence.is_stale(Episode("r", 0))
+
+
+def test_without_a_floor_watermarks_alone_fence() -> None:
+    """A foreign trainer cannot know the floor: its attempt 0 of a new rollout is taken after any recovery."""
+    fence = Fence(enforce_floor=False)
+    fence.raise_floor(4)
+    fence.check(Episode("new", 0))
+    fence.admit(Episode("r", 2))
+    with pytest.raises(ProtocolError, match="stale_attempt"):
+        fence.check(Episode("r", 1))
+    with pytest.raises(ProtocolError, match="stale_attempt"):
+        fence.raise_floor(3)
+
+
+KEYS = st.lists(st.tuples(st.sampled_from("pqrs"), st.integers(0, 5)), unique_by=lambda pair: pair[0], max_size=4)
+
+
+@given(KEYS, st.integers(0, 8))
+def test_a_restored_episode_runs_above_its_record_and_not_below_the_floor(
+    pairs: list[tuple[str, int]], cell_attempt: int
+) -> None:
+    plan = plan_restore([Episode(*pair).key for pair in pairs], cell_attempt, {})
+    for pair in pairs:
+        restored = plan.restored(Episode(*pair).key)
+        assert restored is not None
+        assert restored.attempt == max(pair[1] + 1, cell_attempt)
+    assert plan.restored("not-in-it") is None
+
+
+@given(st.integers(0, 5), st.integers(0, 5), st.integers(0, 12))
+def test_an_attempt_that_a_coordinator_names_obeys_the_same_rule(recorded: int, floor: int, wanted: int) -> None:
+    key = Episode("r", recorded).key
+    if wanted < floor or wanted <= recorded:
+        with pytest.raises(ProtocolError, match="stale_attempt"):
+            plan_restore([key], floor, {"r": wanted})
+    else:
+        assert plan_restore([key], floor, {"r": wanted}).restored(key) == Episode("r", wanted)
+
+
+def test_a_key_that_names_no_episode_is_refused() -> None:
+    with pytest.raises(InvalidIdentity):
+        plan_restore(["x-a0"], 0, {})
