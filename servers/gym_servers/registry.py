@@ -34,7 +34,7 @@ def load_class(server: str) -> type:
     module, _, name = target.partition(":")
     try:
         found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise SettingsError(f"cannot load server {server!r}: {error}") from error
     if not isinstance(found, type):
         raise SettingsError(f"{server!r} is not a class")

@@ -13,7 +13,6 @@ from gym_operator.effects.kube import Listing
 from gym_operator.effects.transport import PodTransport
 from gym_operator.rules.pod_state import PodState, by_server, observe
 
-
 REMEMBERED: Final = 1000
 """Finished checkpoints whose end this operator wrote: their last events are on the way."""
 

@@ -1,7 +1,7 @@
 """Takes the GymCheckpoints of one stack, one at a time, beside the looks at its cell.
 
-A phase is written into the GymCheckpoint before the act it announces. Whatever an operator before this one left behind
-is brought to an end first: by what the cell's record has open, else by what landed in storage.
+A phase is written into the GymCheckpoint before the act it announces. Whatever an operator before this one left
+behind is brought to an end first: by what the cell's record has open, else by what landed in storage.
 """
 
 from __future__ import annotations
@@ -135,6 +135,11 @@ class Checkpoints:
             if not done:
                 self._task.cancel()
         self._task = self._writer = None
+
+    def reopen(self) -> None:
+        """Begin anew after `close`, with nothing remembered."""
+        self._ending = None
+        self._writers = {}
 
     def _begin(self, writer: CheckpointWriter, work: Any) -> None:
         self._writer = writer
@@ -284,9 +289,9 @@ class Checkpoints:
             return
         finally:
             self._writers.pop(writer.uid, None)
-        level = "Normal" if status.phase == "Succeeded" else "Warning"
         subject = Subject(names.CHECKPOINT_KIND, writer.namespace, writer.name, writer.uid)
-        self._events.say(subject, level, status.reason or "Unknown", status.message or "")
+        said = (status.reason or "Unknown", status.message or "")
+        self._events.say(subject, "Normal" if status.phase == "Succeeded" else "Warning", *said)
         self._cache.finish_checkpoint(Key(writer.namespace, writer.name), writer.uid)
 
     async def _persist(self, writer: CheckpointWriter, status: CheckpointStatus) -> None:

@@ -1,4 +1,4 @@
-"""Keeps the objects that a stack is made of as its spec says: made where absent, replaced where their digest differs."""
+"""Keeps the objects a stack is made of as its spec says: made where absent, replaced where their digest differs."""
 
 from __future__ import annotations
 

@@ -71,6 +71,7 @@ class Listing(NamedTuple):
 STACKS: Final = Resource(names.GROUP, names.VERSION, names.STACK_PLURAL)
 CHECKPOINTS: Final = Resource(names.GROUP, names.VERSION, names.CHECKPOINT_PLURAL)
 PODS: Final = Resource("", "v1", "pods")
+NODES: Final = Resource("", "v1", "nodes")
 SECRETS: Final = Resource("", "v1", "secrets")
 EVENTS: Final = Resource("", "v1", "events")
 CHILDREN: Final[Mapping[str, Resource]] = {
@@ -85,7 +86,7 @@ CHILDREN: Final[Mapping[str, Resource]] = {
 class Kube(Protocol):
     """What the rest of the operator needs of the API server. Every method raises KubeError."""
 
-    async def get(self, resource: Resource, namespace: str, name: str) -> Body: ...
+    async def get(self, resource: Resource, namespace: str | None, name: str) -> Body: ...
 
     async def list_all(self, resource: Resource, namespace: str | None, selector: str = "") -> Listing:
         """All objects as of now; `namespace` None means everywhere."""
@@ -112,7 +113,7 @@ class ApiKube:
 
     client: ApiClient
 
-    async def get(self, resource: Resource, namespace: str, name: str) -> Body:
+    async def get(self, resource: Resource, namespace: str | None, name: str) -> Body:
         return await self._call("GET", resource.path(namespace, name))
 
     async def list_all(self, resource: Resource, namespace: str | None, selector: str = "") -> Listing:

@@ -8,17 +8,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Final, Literal
 
 from gym_operator.api.names import CONTROL_PORT, STACK_UID_LABEL
 from gym_operator.effects.cache import Cache
 from gym_operator.effects.events import Events, Subject
-from gym_operator.effects.kube import PODS, Conflict, Kube, KubeError, NotFound
+from gym_operator.effects.kube import NODES, PODS, Conflict, Kube, KubeError, NotFound
 from gym_operator.effects.status_writers import StackWriter
-from gym_operator.rules.pod_state import PodState, pod_uid
+from gym_operator.rules.pod_state import PodState, node_is_ready, pod_uid
 from gym_servers.coordination.controller import Process
-from gym_servers.coordination.record import CellRecord
+from gym_servers.coordination.record import CellRecord, Pin
 from gym_servers.stack.spec import Participant
 
 log = logging.getLogger(__name__)
@@ -48,14 +49,26 @@ class KubeCellHost:
         self._events, self._subject = events, subject
         self._wall, self._monotonic = wall, monotonic
         self._asked: dict[str, float] = {}
+        self._lost_nodes: frozenset[str] = frozenset()
 
     def pods(self) -> dict[str, PodState]:
-        """The pod that counts for each server."""
-        return self._cache.pods_of(self._subject.uid)
+        """The pod that counts for each server; on a lost node nothing is alive, whatever was heard of it last."""
+        return {
+            server: replace(pod, alive=False, detail=f"node {pod.node} is lost") if self._is_lost(pod) else pod
+            for server, pod in self._cache.pods_of(self._subject.uid).items()
+        }
 
     async def processes(self) -> Sequence[Process]:
         pods = self.pods()
         return [_process(each, pods.get(each.name)) for each in self.participants]
+
+    def any_ended(self, pins: Mapping[str, Pin]) -> bool:
+        """Whether it shows already that one of these processes is not there any more."""
+        pods = self.pods()
+        return any(
+            (pod := pods.get(name)) is None or not pod.alive or pod.incarnation != pin.incarnation
+            for name, pin in pins.items()
+        )
 
     async def end(self, processes: Mapping[str, str]) -> None:
         """Delete the pods of these processes, all at once; a pod that is another one by now is left alone."""
@@ -71,16 +84,36 @@ class KubeCellHost:
                 raise result
 
     async def save(self, record: CellRecord) -> None:
-        await self._writer.save_record(record)
+        # A look may be broken off; what it was writing then is written or not, but never unknown.
+        await asyncio.shield(self._writer.save_record(record))
 
     async def announce(self, level: Literal["Normal", "Warning"], reason: str, message: str) -> None:
         self._events.say(self._subject, level, reason, message)
 
-    async def refresh(self) -> None:
-        """Ask the API server which pods there are: a watch can fall silent. Raises KubeError."""
+    async def refresh(self, silent: Collection[str] = ()) -> None:
+        """Ask the API server which pods there are, since a watch can fall silent, and how the nodes of those servers
+        are that do not answer. Raises KubeError."""
         selector = f"{STACK_UID_LABEL}={self._subject.uid}"
         listing = await self._kube.list_all(PODS, self._subject.namespace, selector)
         self._cache.replace_pods(self._subject.uid, listing)
+        pods = self._cache.pods_of(self._subject.uid)
+        asked = {pod.node for server, pod in pods.items() if server in silent and pod.node} | self._lost_nodes
+        lost = {node for node in asked if not await self._node_is_ready(node)}
+        self._lost_nodes = frozenset(lost & {pod.node for pod in pods.values() if pod.node})
+
+    def _is_lost(self, pod: PodState) -> bool:
+        return pod.node in self._lost_nodes
+
+    async def _node_is_ready(self, name: str) -> bool:
+        """Whether the node answers; an operator that may not look at nodes takes it for granted."""
+        try:
+            return node_is_ready(await self._kube.get(NODES, None, name))
+        except NotFound:
+            return False
+        except KubeError as error:
+            if error.status == 403:
+                return True
+            raise
 
     def _due(self, pod: PodState) -> bool:
         now = self._monotonic()
@@ -91,7 +124,7 @@ class KubeCellHost:
         return True
 
     async def _delete(self, pod: PodState) -> None:
-        forced = pod.lost(self._wall())
+        forced = self._is_lost(pod) or pod.overdue(self._wall())
         if forced:
             message = f"node {pod.node} does not confirm the end of {pod.name}; it is removed by force"
             await self.announce("Warning", "PodForced", message)

@@ -10,7 +10,7 @@ second operator is noticed: its write makes ours conflict, and what it wrote is 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from gym_operator.api import names
@@ -33,10 +33,22 @@ class Superseded(Exception):
 
 
 class StackWriter:
-    """The status of one stack. `status` and `record` are what was written or read last."""
+    """The status of one stack. `status` and `record` are what was written or read last.
 
-    def __init__(self, kube: Kube, namespace: str, name: str, uid: str) -> None:
+    `follow` gives the status that goes with a new record, so that no status ever shows a cell as running whose record
+    says that it is being replaced.
+    """
+
+    def __init__(
+        self,
+        kube: Kube,
+        namespace: str,
+        name: str,
+        uid: str,
+        follow: Callable[[StackStatus, CellRecord], StackStatus] = lambda status, record: status,
+    ) -> None:
         self._kube, self._namespace, self._name, self._uid = kube, namespace, name, uid
+        self._follow = follow
         self._version = ""
         self._writing = asyncio.Lock()
         self.status = StackStatus()
@@ -54,7 +66,12 @@ class StackWriter:
     async def save_record(self, record: CellRecord) -> None:
         """Make the cell's record durable. Raises Gone, Superseded, KubeError."""
         async with self._writing:
-            await self._replace(_with_record(self.status, record), record)
+            await self._replace(_with_record(self._follow(self.status, record), record), record)
+
+    async def settled_record(self) -> CellRecord | None:
+        """The record, once no write of it is under way."""
+        async with self._writing:
+            return self.record
 
     async def write(self, status: StackStatus) -> bool:
         """Write the status with the record as it was saved last; False where nothing changed.

@@ -69,16 +69,16 @@ def in_order(checkpoints: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]
 
 def next_move(status: CheckpointStatus, id: str, age: float, situation: Situation) -> Move:
     """What to do about the first in the queue. `age` in seconds."""
-    if (status.phase or "Pending") in OPEN:
-        # What the record has open is settled by the cell's controller, which knows what may still be published.
-        return Hold() if situation.open_id == id else Resolve()
-    if situation.open_id == id:
-        return Adopt()
     if not situation.enabled:
         return Fail(
             ConditionReason.CHECKPOINTS_DISABLED,
             "checkpoints are turned off in this stack; set spec.checkpoints.enabled and create another GymCheckpoint",
         )
+    if (status.phase or "Pending") in OPEN:
+        # What the record has open is settled by the cell's controller, which knows what may still be published.
+        return Hold() if situation.open_id == id else Resolve()
+    if situation.open_id == id:
+        return Adopt()
     if situation.obstacle is not None:
         reason, message = situation.obstacle
         return Fail(reason, message) if age > PATIENCE_SECONDS else Hold(reason, message)
@@ -87,8 +87,10 @@ def next_move(status: CheckpointStatus, id: str, age: float, situation: Situatio
     return Take() if situation.free else Hold(ConditionReason.QUEUED, "waits for what goes on in the stack")
 
 
-def without_stack(stack: str, age: float) -> Hold | Fail:
-    """What to do about a checkpoint whose stack does not exist."""
+def without_stack(status: CheckpointStatus, stack: str, age: float) -> Hold | Fail:
+    """What to do about a checkpoint whose stack does not exist. `age` in seconds."""
+    if status.phase in OPEN:
+        return Fail(ConditionReason.STACK_NOT_FOUND, f"GymStack {stack} was deleted while it was being taken")
     message = f"there is no GymStack {stack} in this namespace; create it, or name another in a new GymCheckpoint"
     if age > PATIENCE_SECONDS:
         return Fail(ConditionReason.STACK_NOT_FOUND, message)

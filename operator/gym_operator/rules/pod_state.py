@@ -39,8 +39,8 @@ class PodState:
     detail: str
     delete_by: float | None
 
-    def lost(self, now: float) -> bool:
-        """Whether nobody will ever confirm its end, so that it has to be forced."""
+    def overdue(self, now: float) -> bool:
+        """Whether nobody seems to confirm its end, so that it has to be forced."""
         return self.delete_by is not None and now > self.delete_by + OVERDUE_SECONDS
 
 
@@ -78,6 +78,11 @@ def by_server(pods: Iterable[PodState]) -> dict[str, PodState]:
     for pod in sorted(pods, key=lambda pod: (pod.created, pod.version)):
         chosen[pod.server] = pod
     return chosen
+
+
+def node_is_ready(node: Mapping[str, Any]) -> bool:
+    """Whether a node answers, as the control plane sees it."""
+    return _is_ready(node.get("status") or {})
 
 
 def pod_uid(incarnation: str) -> str:

@@ -103,8 +103,16 @@ def differs_in_progress_only(one: StackStatus, other: StackStatus) -> bool:
     return without(one) == without(other)
 
 
+def warnings(seen: Observed) -> list[tuple[str, str]]:
+    """What somebody has to mend: (reason, message), for events."""
+    found = [(seen.problem.reason.value, seen.problem.message)] if seen.problem is not None else []
+    if seen.storage is not None and seen.storage.ok is False:
+        found.append((seen.storage.reason.value, seen.storage.message))
+    return [*found, *problems(seen)]
+
+
 def problems(seen: Observed) -> list[tuple[str, str]]:
-    """What keeps participants from their work: (reason, message), for conditions and events."""
+    """What keeps participants from their work: (reason, message)."""
     kinds = {each.name: each.kind for each in seen.participants}
     return [
         (_PROBLEM_REASONS.get(kinds.get(name, ""), "ServerProblem"), f"{name}: {status.problem}")
@@ -164,7 +172,8 @@ def _waiting(seen: Observed, what: str) -> str:
         for each in seen.participants
         if (pod := seen.pods.get(each.name)) is not None and pod.detail not in ("", "deleted", "pending")
     ]
-    return clip("; ".join([what, *([seen.waits] if seen.waits else []), *stuck]))
+    storage = [seen.storage.message] if seen.storage is not None and seen.storage.ok is False else []
+    return clip("; ".join([what, *([seen.waits] if seen.waits else []), *storage, *stuck]))
 
 
 def _conditions(

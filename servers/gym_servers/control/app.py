@@ -18,7 +18,7 @@ def control_app(plane: ControlPlane, token: str) -> FastAPI:
     install_errors(app)
     expected = f"Bearer {token}".encode()
 
-    def authorized(request: Request) -> None:
+    async def authorized(request: Request) -> None:
         given = request.headers.get("authorization", "").encode()
         if not hmac.compare_digest(given, expected):
             raise ProtocolError("unauthorized", "send the stack's control token as a bearer token")

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 
 
 class Lease:
-    """Calls `expired` once, `grace` seconds after the last renewal. Times are the event loop's."""
+    """Calls `expired` once, `grace` seconds after the last renewal. Times are the event loop's; `wall` gives Unix
+    time."""
 
-    def __init__(self, grace: float, expired: Callable[[], None]) -> None:
-        self._grace, self._expired = grace, expired
+    def __init__(self, grace: float, expired: Callable[[], None], wall: Callable[[], float]) -> None:
+        self._grace, self._expired, self._wall = grace, expired, wall
         self._timer: asyncio.TimerHandle | None = None
 
     def renew(self) -> None:
@@ -27,7 +27,7 @@ class Lease:
         """Unix time, seconds; None while nothing is leased."""
         if self._timer is None:
             return None
-        return time.time() + self._timer.when() - asyncio.get_running_loop().time()
+        return self._wall() + self._timer.when() - asyncio.get_running_loop().time()
 
     def _fire(self) -> None:
         self._timer = None

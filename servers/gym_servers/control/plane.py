@@ -48,7 +48,7 @@ class ControlPlane:
         self.participant, self.author = participant, author
         self.gate = participant.gate
         self._open_store, self._wall = open_store, wall
-        self._lease = Lease(grace, self._expired)
+        self._lease = Lease(grace, self._expired, wall)
         self._write: RecordWrite | None = None
         self._commit: _Commit | None = None
         self._restored: tuple[str, m.RestoreReply] | None = None
@@ -95,12 +95,13 @@ class ControlPlane:
         verdict = judge(self.gate.control, Input.COMMIT, request.checkpoint_id)
         current = self._commit
         if current is not None and current.request.checkpoint_id == request.checkpoint_id:
+            failed = current.task.done() and verdict is Verdict.PROCEED
             same = request.model_copy(update={"deadline_ts": current.request.deadline_ts}) == current.request
-            if not same:
+            if not failed and not same:
                 raise ProtocolError(
                     "checkpoint_conflict", "this checkpoint is committed with another directory or scope"
                 )
-            if not (current.task.done() and verdict is Verdict.PROCEED):
+            if not failed:
                 return await self._joined(current, request)
         current = _Commit(request, asyncio.ensure_future(self._freeze(request)))
         self._commit = current

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import httpx
@@ -35,7 +35,7 @@ class ParticipantClient:
     name: str
     kind: str
     url: str
-    token: str
+    token: str = field(repr=False)
     http: httpx.AsyncClient
     wall: Callable[[], float] = time.time
 

@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import httpx
@@ -85,7 +85,7 @@ class CellSettings:
 
     stack_uid: str
     cell: int
-    token: str
+    token: str = field(repr=False)
     root: str
     policy: Literal["Restore", "Restart"] = "Restore"
     backoff_limit: int = 5
@@ -135,6 +135,7 @@ class CellController:
             if task is not None and not task.done():
                 task.cancel()
                 await asyncio.wait([task])
+        self._install = None  # its outcome, a cancellation, is nobody's to judge
 
     # ---- looking ------------------------------------------------------------------------------------------
 
@@ -340,6 +341,8 @@ class CellController:
             [c for c in self._clients if c.name in record.pins], request, self._open_store(uri), tell, self._wall
         )
         self._checkpoint = asyncio.create_task(self._begin(left, checkpoint))
+        # Whoever asked may be gone by its end; a failure that nobody awaits is not a fault of ours.
+        self._checkpoint.add_done_callback(lambda task: task.cancelled() or task.exception())
         return await asyncio.shield(self._checkpoint)
 
     async def _begin(self, left: OpenCheckpoint, checkpoint: Checkpoint) -> Outcome:

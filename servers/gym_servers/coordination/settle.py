@@ -18,9 +18,13 @@ def settle_left_open(store: ObjectStore, left: OpenCheckpoint, tombstone: Public
     up. What stands and the SHA-256 of its document. Blocks. Raises StorageError."""
     try:
         landed = store.get(CHECKPOINT)
-        return read_publication(landed), sha256(landed)
     except ObjectMissing:
         pass
+    else:
+        try:
+            return read_publication(landed), sha256(landed)
+        except ProtocolError:
+            return tombstone, sha256(landed)  # nobody can restore it: it counts as given up
     wanted = tombstone
     try:
         proposed = read_publication(store.get(PROPOSAL))

@@ -178,7 +178,7 @@ class SingleAgentTurn:
                         jar=state["jar"],
                     )
         except (ProtocolError, PeerUnreachable, PeerFailed, TimeoutError) as error:
-            log.warning("cleanup of %s: %s", episode.key, error)
+            log.warning("cleanup of %s: %s", episode.key, str(error) or type(error).__name__)
 
     async def _close_agent_session(self, episode: Episode, state: State) -> None:
         await self._peers.post(

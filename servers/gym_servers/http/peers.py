@@ -96,12 +96,13 @@ class Peers:
         `wait_admission=False` hands `admission_closed` to the caller.
         """
         url = self._peers[name].url.rstrip("/") + episode_path(episode, path)
+        # As a header: the client would take per-request cookies for a jar of its own.
+        cookie = "; ".join(f"{key}={value}" for key, value in sign(jar or {}, self._secret).items())
+        sent = {**(headers or {}), **({"cookie": cookie} if cookie else {})}
         give_up = time.monotonic() + PATIENCE_SECONDS
         while True:
             try:
-                response = await self._client.post(
-                    url, json=body, headers=headers, cookies=sign(jar or {}, self._secret)
-                )
+                response = await self._client.post(url, json=body, headers=sent)
             except httpx.TransportError as error:
                 if time.monotonic() >= give_up:
                     raise PeerUnreachable(f"{name} does not answer: {type(error).__name__}") from error

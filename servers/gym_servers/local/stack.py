@@ -6,7 +6,7 @@ import secrets
 import socket
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import yaml
 
 from gym_servers.registry import check_server
 from gym_servers.stack.render import Ports, checkpoint_root, render_settings
-from gym_servers.stack.settings import SettingsError, StackIdentity
+from gym_servers.stack.settings import SettingsError, StackIdentity, describe
 from gym_servers.stack.spec import StackSpec, check_stack_name, parse_spec
 
 
@@ -25,7 +25,7 @@ class LocalStack:
     identity: StackIdentity
     spec: StackSpec
     settings: dict[str, dict[str, Any]]
-    environment: dict[str, str]
+    environment: dict[str, str] = field(repr=False)
     root: str
 
 
@@ -33,8 +33,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """The GymStack of a YAML file. Raises SettingsError."""
     try:
         documents = [d for d in yaml.safe_load_all(path.read_text()) if isinstance(d, dict)]
-    except (OSError, yaml.YAMLError) as error:
-        raise SettingsError(f"cannot read {path}: {error}") from error
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise SettingsError(f"cannot read {path}: {describe(error)}") from error
     stacks = [d for d in documents if d.get("kind") == "GymStack"]
     if len(stacks) != 1:
         raise SettingsError(f"{path} holds {len(stacks)} GymStacks; one is needed")
@@ -45,7 +45,8 @@ def local_stack(manifest: dict[str, Any], folder: Path) -> LocalStack:
     """Prepare a manifest for this machine. The stack's UID and secrets are kept in `folder`, so that a later run
     there continues. Raises SpecError, SettingsError."""
     spec = parse_spec(manifest.get("spec"))
-    name = str((manifest.get("metadata") or {}).get("name", ""))
+    metadata = manifest.get("metadata")
+    name = str(metadata.get("name", "")) if isinstance(metadata, dict) else ""
     check_stack_name(name, spec)
     participants = spec.participants()
     for participant in participants:

@@ -72,10 +72,11 @@ def account(
             problems.append(f"rollout {episode.key} lost {lost} and doubled {doubled} tool effects")
         if history.repeated:
             problems.append(f"rollout {episode.key} repeated work of before the cut")
+    rewards = [float(row["reward"]) for row in rows if row.get("reward") is not None]
     return Account(
         expected=expected,
         rows=len(rows),
-        reward_mean=fmean(float(row["reward"]) for row in rows) if rows else None,
+        reward_mean=fmean(rewards) if rewards else None,
         continued=totals["continued"],
         restarted=totals["restarted"],
         attempts=dict(sorted(Counter(str(row["_ng_attempt_index"]) for row in rows).items())),

@@ -112,16 +112,23 @@ def load_settings(path: Path, cell: int | None = None) -> ServerSettings:
         text = path.read_text()
     except OSError as error:
         raise SettingsError(f"cannot read settings {path}: {error.strerror}") from error
-    number = cell if cell is not None else (yaml.safe_load(text) or {}).get("cell", 0)
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"settings {path} are not valid: not a text in UTF-8") from error
     try:
+        document = yaml.safe_load(text)
+        if not isinstance(document, dict):
+            raise SettingsError(f"settings {path} are not valid: write one mapping of names to values")
+        number = cell if cell is not None else document.get("cell", 0)
         document = yaml.safe_load(text.replace("{cell}", str(number)))
         return ServerSettings.model_validate({**document, "cell": number})
-    except (yaml.YAMLError, ValidationError, TypeError) as error:
+    except (yaml.YAMLError, ValidationError) as error:
         raise SettingsError(f"settings {path} are not valid: {describe(error)}") from error
 
 
 def describe(error: Exception) -> str:
-    """A validation error in one line: where, and what is wrong; never the offending value."""
+    """An error of a document in one line: where, and what is wrong; never the offending value."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"line {error.problem_mark.line + 1}: {error.problem}"
     if isinstance(error, ValidationError):
         return "; ".join(f"{'.'.join(map(str, e['loc'])) or 'document'}: {e['msg']}" for e in error.errors())
     return str(error)

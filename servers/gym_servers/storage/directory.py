@@ -75,10 +75,14 @@ class DirectoryStore:
     def _write(path: Path, data: bytes) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.parent / f".tmp-{uuid.uuid4().hex}"
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with temporary.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError:
+            temporary.unlink(missing_ok=True)  # a full disk is not to be filled with what did not fit
+            raise
         return temporary
 
 

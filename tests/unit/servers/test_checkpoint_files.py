@@ -24,7 +24,9 @@ AUTHOR = Author("resources", "counter", "session-1", CODE)
 RECORDS = {"a": b"first", "b": b"second", "c": b""}
 
 
-def write(store: DirectoryStore, records: dict[str, bytes], author: Author = AUTHOR, checkpoint: str = "cp") -> Member:
+def write(
+    store: DirectoryStore, records: dict[str, bytes], author: Author = AUTHOR, checkpoint: str = "cp"
+) -> Member:
     """A participant's records as it writes them; what the publication says of them."""
 
     def manifest(entries: list[PackEntry], index: list[RecordEntry]) -> Manifest:

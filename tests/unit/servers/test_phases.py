@@ -75,7 +75,9 @@ def test_another_id_never_touches_what_is_open(phase: Phase, verb: Input) -> Non
         assert code(at(phase), verb, "other") == wanted
 
 
-@pytest.mark.parametrize(("phase", "verb"), list(itertools.product(SETTLED, (Input.PREPARE, Input.COMMIT, Input.RESTORE))))
+@pytest.mark.parametrize(
+    ("phase", "verb"), list(itertools.product(SETTLED, (Input.PREPARE, Input.COMMIT, Input.RESTORE)))
+)
 def test_an_id_that_is_over_is_stale_for_every_verb_but_resume(phase: Phase, verb: Input) -> None:
     control = remember(at(phase), "mine")
     assert code(control, verb, "mine") == "stale_checkpoint"
@@ -97,7 +99,7 @@ def test_the_end_of_a_lease_never_leaves_a_checkpoint_open() -> None:
         assert after.phase not in LEASED
         assert after.checkpoint_id is None
         assert "mine" in after.finished
-    assert LEASED - OPEN_CHECKPOINT == {Phase.RESTORED}
+    assert {Phase.RESTORED} == LEASED - OPEN_CHECKPOINT
     assert moved(at(Phase.RESTORED), Input.EXPIRE).phase is Phase.STARTING
 
 

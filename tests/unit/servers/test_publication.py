@@ -72,9 +72,7 @@ def written(cell: DirectoryStore, wanted: Publication, *, publish: bool = True) 
         )
 
     digest = write_records(store, "model/m", pack_records("model/m", {"r": b"1234"}), manifest)
-    member = Member(
-        kind="model", instance="m", session="s", manifest_digest=digest, records=1, bytes=4, code=CODE
-    )
+    member = Member(kind="model", instance="m", session="s", manifest_digest=digest, records=1, bytes=4, code=CODE)
     full = wanted.model_copy(update={"members": [member]})
     store.create(PROPOSAL, full.to_bytes())
     if publish:
@@ -98,7 +96,9 @@ def test_publication_and_tombstone_race_and_both_sides_learn_what_landed(tmp_pat
         store = DirectoryStore(tmp_path / str(round_))
         barrier = threading.Barrier(4)
 
-        def decide(wanted: Publication, store: DirectoryStore = store, barrier: threading.Barrier = barrier) -> Publication:
+        def decide(
+            wanted: Publication, store: DirectoryStore = store, barrier: threading.Barrier = barrier
+        ) -> Publication:
             barrier.wait()
             return settle(store, wanted)
 

@@ -1,0 +1,231 @@
+"""All stacks: a worker for each, started and ended as stacks come and go, and what belongs to no stack.
+
+Watches tell; a slow list of everything mends what they missed, and proves that they are alive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from gym_operator.api import names
+from gym_operator.effects.cache import Key, key_of, stack_of, version_of
+from gym_operator.effects.checkpoints import writer_for
+from gym_operator.effects.events import Subject
+from gym_operator.effects.kube import CHECKPOINTS, PODS, STACKS, KubeError, Listing, NotFound, Resource
+from gym_operator.effects.status_writers import Gone, Superseded
+from gym_operator.effects.worker import Services, StackWorker
+from gym_operator.rules import checkpoint_phases, checkpoint_queue
+from gym_operator.rules.watch_health import Watches
+
+log = logging.getLogger(__name__)
+
+ORPHANS_SECONDS: Final = 2.0
+RESYNC_SECONDS: Final = 30.0
+STUCK_SECONDS: Final = 600.0
+"""A pass may wait for a storage that does not answer, but not so long."""
+WATCHED: Final[Mapping[Resource, str]] = {STACKS: "", CHECKPOINTS: "", PODS: names.STACK_LABEL}
+
+
+class Fleet:
+    """The workers by stack. `namespaces` empty means all of them."""
+
+    def __init__(self, services: Services, namespaces: Sequence[str] = ()) -> None:
+        self._s, self._cache = services, services.cache
+        self._namespaces: Sequence[str | None] = list(namespaces) or [None]
+        self._workers: dict[Key, tuple[StackWorker, asyncio.Task[None]]] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+        self._watches = Watches()
+
+    # ---- what the watches tell ----------------------------------------------------------------------------
+
+    def stack_event(self, deleted: bool, body: Mapping[str, Any]) -> None:
+        key, uid = key_of(body), body["metadata"]["uid"]
+        self._seen(STACKS, body)
+        if deleted:
+            self._cache.drop_stack(key, uid)
+        else:
+            self._cache.put_stack(body)
+        self._see_to(key)
+
+    def checkpoint_event(self, deleted: bool, body: Mapping[str, Any]) -> None:
+        self._seen(CHECKPOINTS, body)
+        if deleted:
+            self._cache.drop_checkpoint(key_of(body), body["metadata"]["uid"])
+        else:
+            self._cache.put_checkpoint(body)
+        self._wake(stack_of(body))
+
+    def pod_event(self, deleted: bool, body: Mapping[str, Any]) -> None:
+        self._seen(PODS, body)
+        pod = self._cache.put_pod(body)
+        if deleted:
+            self._cache.drop_pod(pod.stack_uid, pod.uid)
+        if (found := self._workers.get(Key(pod.namespace, pod.stack))) is None:
+            return
+        if deleted or (pod.incarnation is not None and not pod.alive):
+            found[0].pod_ended()
+        else:
+            found[0].wake()
+
+    def _seen(self, resource: Resource, body: Mapping[str, Any]) -> None:
+        self._watches.told((resource.plural, self._scope(body["metadata"]["namespace"])), version_of(body))
+
+    def _scope(self, namespace: str) -> str | None:
+        return None if self._namespaces == [None] else namespace
+
+    def _wake(self, key: Key) -> None:
+        if (found := self._workers.get(key)) is not None:
+            found[0].wake()
+
+    # ---- workers ------------------------------------------------------------------------------------------
+
+    def _see_to(self, key: Key) -> None:
+        """A worker for the stack that is there now, and for no other."""
+        body = self._cache.stacks.get(key)
+        wanted = None if body is None or body["metadata"].get("deletionTimestamp") else body["metadata"]["uid"]
+        found = self._workers.get(key)
+        if found is not None and found[0].uid != wanted:
+            del self._workers[key]
+            self._end(*found, "StackDeleted", "the stack was deleted")
+            found = None
+        if wanted is None:
+            return
+        if found is not None:
+            found[0].wake()
+            return
+        worker = StackWorker(self._s, key, wanted)
+        task = asyncio.create_task(worker.run(), name=f"stack {key.namespace}/{key.name}")
+        task.add_done_callback(lambda _: self._ended(worker))
+        self._workers[key] = (worker, task)
+
+    def _ended(self, worker: StackWorker) -> None:
+        """It found its stack gone before the watch told so."""
+        found = self._workers.get(worker.key)
+        if found is not None and found[0] is worker:
+            del self._workers[worker.key]
+            self._cache.drop_stack(worker.key, worker.uid)
+            self._end(*found, "StackDeleted", "the stack was deleted")
+
+    def _end(self, worker: StackWorker, task: asyncio.Task[None], reason: str, message: str) -> None:
+        async def end() -> None:
+            task.cancel()
+            await asyncio.wait([task])
+            await worker.close(reason, message)
+
+        ending = asyncio.create_task(end())
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
+
+    async def close(self) -> None:
+        """End all workers. A checkpoint under way is given up: no rollout stays parked until its lease ends."""
+        for key in list(self._workers):
+            self._end(*self._workers.pop(key), "OperatorStopped", "the operator was stopped")
+        if self._ending:
+            await asyncio.wait(self._ending)
+
+    # ---- beside the workers -------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Everything that is not one stack's, for ever."""
+        await asyncio.gather(
+            self._s.events.run(),
+            self._again(ORPHANS_SECONDS, self._see_to_orphans),
+            self._again(RESYNC_SECONDS, self._resync),
+        )
+
+    async def _again(self, seconds: float, step: Callable[[], Any]) -> None:
+        while True:
+            await asyncio.sleep(seconds)
+            try:
+                await step()
+            except KubeError as error:
+                log.warning("%s: %s", step.__name__, error)
+            except Exception:
+                log.exception("%s failed", step.__name__)
+
+    async def _see_to_orphans(self) -> None:
+        """Checkpoints of stacks that are not there. The API server is asked, since watches may lag behind."""
+        for body in list(self._cache.checkpoints.values()):
+            stack = stack_of(body)
+            if stack in self._cache.stacks:
+                continue
+            try:
+                self.stack_event(False, await self._s.kube.get(STACKS, stack.namespace, stack.name))
+                continue
+            except NotFound:
+                pass
+            await self._see_to_orphan(body, stack)
+
+    async def _see_to_orphan(self, body: Mapping[str, Any], stack: Key) -> None:
+        writer, now = writer_for(self._s.kube, body), self._s.wall()
+        age = checkpoint_phases.age_seconds(body["metadata"]["creationTimestamp"], now)
+        try:
+            match checkpoint_queue.without_stack(writer.status, stack.name, age):
+                case checkpoint_queue.Fail(reason, message):
+                    final = checkpoint_phases.failed(writer.status, reason, message, writer.generation, now)
+                    await writer.write(final)
+                    subject = Subject(names.CHECKPOINT_KIND, writer.namespace, writer.name, writer.uid)
+                    self._s.events.say(subject, "Warning", reason, message)
+                    self._cache.finish_checkpoint(key_of(body), writer.uid)
+                case checkpoint_queue.Hold(reason, message) if reason is not None:
+                    held = checkpoint_phases.waiting(writer.status, reason, message, writer.generation, now)
+                    await writer.write(held)
+        except Gone:
+            self._cache.drop_checkpoint(key_of(body), writer.uid)
+        except Superseded:
+            pass  # an old view: the next event brings a younger one
+
+    async def _resync(self) -> None:
+        """List everything: what a watch has missed is mended here."""
+        for resource, selector in WATCHED.items():
+            for namespace in self._namespaces:
+                listing = await self._s.kube.list_all(resource, namespace, selector)
+                latest = max((version_of(body) for body in listing.items), default=0)
+                self._watches.listed((resource.plural, namespace), latest, self._s.monotonic())
+                self._mend(resource, namespace, listing)
+
+    def _mend(self, resource: Resource, namespace: str | None, listing: Listing) -> None:
+        present = {body["metadata"]["uid"] for body in listing.items}
+
+        def vanished(version: int, uid: str, place: str) -> bool:
+            return uid not in present and version <= listing.version and namespace in (None, place)
+
+        match resource:
+            case r if r == PODS:
+                for body in listing.items:
+                    self._cache.put_pod(body)
+                for pod in self._cache.all_pods():
+                    if vanished(pod.version, pod.uid, pod.namespace):
+                        self._cache.drop_pod(pod.stack_uid, pod.uid)
+                        self._wake(Key(pod.namespace, pod.stack))
+            case r if r == STACKS:
+                for body in listing.items:
+                    self._cache.put_stack(body)
+                for key, known in list(self._cache.stacks.items()):
+                    if vanished(version_of(known), known["metadata"]["uid"], key.namespace):
+                        self._cache.drop_stack(key, known["metadata"]["uid"])
+                for key in {*self._cache.stacks, *self._workers}:
+                    self._see_to(key)
+            case _:
+                for body in listing.items:
+                    self._cache.put_checkpoint(body)
+                for key, known in list(self._cache.checkpoints.items()):
+                    if vanished(version_of(known), known["metadata"]["uid"], key.namespace):
+                        self._cache.drop_checkpoint(key, known["metadata"]["uid"])
+
+    # ---- health -------------------------------------------------------------------------------------------
+
+    def health(self) -> dict[str, Any]:
+        """`ok`, and what is wrong. It does not ask whether the API server or a storage answers: a restart of the
+        operator would not help against that."""
+        now = self._s.monotonic()
+        stuck = [
+            f"{worker.key.namespace}/{worker.key.name}"
+            for worker, _ in self._workers.values()
+            if worker.pass_began is not None and now - worker.pass_began > STUCK_SECONDS
+        ]
+        silent = self._watches.silent(now)
+        return {"ok": not stuck and not silent, "stacks": len(self._workers), "stuck": stuck, "silentWatches": silent}

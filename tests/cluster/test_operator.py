@@ -1,0 +1,281 @@
+"""The operator as a process, against a real API server and real Gym servers: checkpoints, deaths, and its own death.
+
+The pods are processes of this machine (gym_kit.hollow_node), so nothing here needs root, an image or a node.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gym_kit.operator_rig import NAMESPACE, OperatorRig
+from gym_kit.progress import Progress
+from gym_operator.api import names
+from gym_operator.effects.kube import CHECKPOINTS, CHILDREN, PODS, STACKS
+from gym_servers.storage.manifest import CHECKPOINT, read_publication
+
+pytestmark = pytest.mark.timeout(240)
+START_SECONDS = 90.0
+CHECKPOINT_SECONDS = 60.0
+RECOVERY_SECONDS = 90.0
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OperatorRig]:
+    with OperatorRig(tmp_path_factory.mktemp("operator"), Progress.to_stderr()) as rig:
+        yield rig
+
+
+@pytest.fixture
+def rig(shared: OperatorRig) -> Iterator[OperatorRig]:
+    """With a fresh operator, and without what a test left behind."""
+    shared.start_operator()
+    yield shared
+    for resource in (CHECKPOINTS, STACKS):
+        for body in shared.run(shared.kube.list_all(resource, NAMESPACE)).items:
+            shared.delete(resource, body["metadata"]["name"])
+    shared.until("the pods are gone", lambda: not pods(shared), 60)
+    shared.kill_operator(signal.SIGTERM)
+
+
+def pods(rig: OperatorRig) -> dict[str, dict[str, Any]]:
+    listing = rig.run(rig.kube.list_all(PODS, NAMESPACE, names.STACK_LABEL))
+    return {pod["metadata"]["name"]: pod for pod in listing.items}
+
+
+def running(rig: OperatorRig, stack: str, attempt: int = 0) -> bool:
+    cell = rig.cell(stack)
+    return cell.get("phase") == "Running" and cell.get("attempt", 0) >= attempt
+
+
+def under_way(rig: OperatorRig, stack: str) -> bool:
+    cell = rig.cell(stack)
+    return running(rig, stack) and bool((cell.get("collection") or {}).get("expected"))
+
+
+def finished(rig: OperatorRig, checkpoint: str) -> bool:
+    return rig.status(CHECKPOINTS, checkpoint).get("phase") in ("Succeeded", "Failed")
+
+
+def take(rig: OperatorRig, checkpoint: str, stack: str) -> dict[str, Any]:
+    rig.checkpoint(checkpoint, stack)
+    rig.until(f"{checkpoint} is final", lambda: finished(rig, checkpoint), CHECKPOINT_SECONDS)
+    return rig.status(CHECKPOINTS, checkpoint)
+
+
+def test_a_checkpoint_is_taken_and_a_deleted_pod_costs_no_rollout(rig: OperatorRig) -> None:
+    rig.apply("first", rollouts=24)
+    rig.until("rollouts are under way", lambda: under_way(rig, "first"), START_SECONDS)
+    status = take(rig, "one", "first")
+    assert status["phase"] == "Succeeded", status
+    assert status["episodes"] == 24 - rig.rows("first") or status["episodes"] > 0
+    assert {each["name"] for each in status["participants"]} == {"env", "policy", "agent", "counter", "collection"}
+    landed = read_publication(rig.store(status["uri"]).get(CHECKPOINT))
+    assert landed.state == "published"
+    assert len(landed.episodes) == status["episodes"]
+
+    uid = pods(rig)["first-agent-0"]["metadata"]["uid"]
+    rig.delete(PODS, "first-agent-0")
+    rig.until("it recovers", lambda: running(rig, "first", 1), RECOVERY_SECONDS)
+    recovery = rig.cell("first")["recoveries"][-1]
+    assert recovery["checkpoint"] == status["checkpointID"]
+    assert recovery["reason"].startswith("agent")
+    assert pods(rig)["first-agent-0"]["metadata"]["uid"] != uid
+    rig.until("all rows are there", lambda: rig.phase("first") == "Completed", 120)
+    assert rig.cell("first")["collection"] == {"expected": 24, "rows": 24, "failed": 0, "complete": True}
+    stack = rig.status(STACKS, "first")
+    assert stack["lastCheckpoint"]["name"] == "one"
+    assert rig.condition(STACKS, "first", "Ready")["reason"] == "CollectionComplete"
+
+
+def test_a_container_that_dies_in_place_is_seen_and_recovered(rig: OperatorRig) -> None:
+    rig.apply("inplace", rollouts=24)
+    rig.until("rollouts are under way", lambda: under_way(rig, "inplace"), START_SECONDS)
+    assert take(rig, "before", "inplace")["phase"] == "Succeeded"
+    rig.node.kill("env")
+    rig.until("it recovers", lambda: running(rig, "inplace", 1), RECOVERY_SECONDS)
+    assert rig.cell("inplace")["recoveries"][-1]["checkpoint"]
+    rig.until("all rows are there", lambda: rig.phase("inplace") == "Completed", 120)
+    assert rig.rows("inplace") == 24
+
+
+@pytest.mark.parametrize("at", ["Preparing", "Committing"])
+def test_an_operator_killed_during_a_checkpoint_leaves_nothing_parked(rig: OperatorRig, at: str) -> None:
+    rig.apply("killed", rollouts=48)
+    rig.until("rollouts are under way", lambda: under_way(rig, "killed"), START_SECONDS)
+    rig.checkpoint("torn", "killed")
+    passed = ("Preparing", "Committing", "Publishing", "Succeeded")
+    wanted = passed[passed.index(at) :]
+    rig.until(at, lambda: rig.status(CHECKPOINTS, "torn").get("phase") in wanted, CHECKPOINT_SECONDS, interval=0.0)
+    rig.kill_operator(signal.SIGKILL)
+    rig.start_operator()
+    rig.until("the checkpoint is final", lambda: finished(rig, "torn"), CHECKPOINT_SECONDS)
+    torn = rig.status(CHECKPOINTS, "torn")
+    landed = read_publication(rig.store(torn["uri"]).get(CHECKPOINT))
+    # What landed in storage is the truth, and the status says the same.
+    assert (torn["phase"] == "Succeeded") == (landed.state == "published")
+    if torn["phase"] == "Failed":
+        assert torn["reason"] == "OperatorRestarted"
+        assert rig.condition(CHECKPOINTS, "torn", "Stalled")["status"] == "True"
+    assert take(rig, "next", "killed")["phase"] == "Succeeded"
+    rig.until("nobody is parked", lambda: {p["phase"] for p in rig.cell("killed")["participants"]} == {"idle"}, 30)
+    assert rig.cell("killed")["attempt"] == 0
+    assert "open" not in rig.cell("killed")["record"]
+
+
+def test_a_restarted_operator_disturbs_nobody(rig: OperatorRig) -> None:
+    rig.apply("calm", rollouts=48)
+    rig.until("rollouts are under way", lambda: under_way(rig, "calm"), START_SECONDS)
+    before = {name: pod["metadata"]["uid"] for name, pod in pods(rig).items()}
+    generations = child_versions(rig)
+    rig.kill_operator()
+    rig.start_operator()
+    rows = rig.rows("calm")
+    rig.until("it goes on", lambda: rig.rows("calm") > rows, 60)
+    assert {name: pod["metadata"]["uid"] for name, pod in pods(rig).items()} == before
+    assert rig.cell("calm")["attempt"] == 0
+    assert child_versions(rig) == generations, "children were written again without need"
+
+
+def child_versions(rig: OperatorRig) -> dict[str, int]:
+    """Generations of the children: they move when a spec is written anew."""
+    found = {}
+    for kind in ("StatefulSet", "ConfigMap", "NetworkPolicy"):
+        for body in rig.run(rig.kube.list_all(CHILDREN[kind], NAMESPACE, names.STACK_LABEL)).items:
+            metadata = body["metadata"]
+            found[f"{kind}/{metadata['name']}"] = metadata.get("generation") or int(metadata["resourceVersion"])
+    return found
+
+
+def test_checkpoints_wait_for_each_other_in_order(rig: OperatorRig) -> None:
+    rig.apply("queue", rollouts=64)
+    rig.until("rollouts are under way", lambda: under_way(rig, "queue"), START_SECONDS)
+    for name in ("a1", "a2", "a3"):
+        rig.checkpoint(name, "queue")
+    rig.until("all are final", lambda: all(finished(rig, name) for name in ("a1", "a2", "a3")), 120)
+    statuses = [rig.status(CHECKPOINTS, name) for name in ("a1", "a2", "a3")]
+    assert [status["phase"] for status in statuses] == ["Succeeded"] * 3, statuses
+    # The sequence is part of the place: it says in which order they were taken.
+    assert [status["uri"].rsplit("/", 1)[1][7:13] for status in statuses] == ["000001", "000002", "000003"]
+    rig.until("the newest is shown", lambda: rig.status(STACKS, "queue")["lastCheckpoint"]["name"] == "a3", 10)
+
+
+def test_a_suspended_stack_continues_from_its_checkpoint(rig: OperatorRig) -> None:
+    rig.apply("pause", rollouts=32)
+    rig.until("rollouts are under way", lambda: under_way(rig, "pause"), START_SECONDS)
+    kept = take(rig, "kept", "pause")
+    assert kept["phase"] == "Succeeded"
+    rig.change("pause", lambda spec: spec.update(suspend=True))
+    rig.until("no pods are left", lambda: not pods(rig), 60)
+    rig.until("it says so", lambda: rig.phase("pause") == "Suspended", 20)
+    rig.change("pause", lambda spec: spec.update(suspend=False))
+    rig.until("it runs again", lambda: running(rig, "pause", 1), RECOVERY_SECONDS)
+    assert rig.cell("pause")["recoveries"][-1]["checkpoint"] == kept["checkpointID"]
+
+
+def test_a_stack_deleted_during_a_checkpoint_goes_at_once(rig: OperatorRig) -> None:
+    rig.apply("gone", rollouts=48)
+    rig.until("rollouts are under way", lambda: under_way(rig, "gone"), START_SECONDS)
+    rig.checkpoint("lost", "gone")
+    rig.until("it has begun", lambda: rig.status(CHECKPOINTS, "lost").get("phase") not in (None, "Pending"), 60, 0.0)
+    rig.delete(STACKS, "gone")
+    rig.until("the stack is gone", lambda: rig.status(STACKS, "gone") == {}, 10)
+    rig.until("its pods are gone", lambda: not pods(rig), 60)
+    rig.until("the checkpoint is final", lambda: finished(rig, "lost"), 90)
+
+
+def test_what_is_wrong_is_said_with_what_to_do(rig: OperatorRig) -> None:
+    rig.apply("nokeys", **storage_of(rig, credentialsSecret="absent"))
+    rig.apply("nobucket", **storage_of(rig, bucket="not-there"))
+    wrong = rig.manifest("nomodel")
+    wrong["spec"]["servers"][1]["server"] = "unheard-of"
+    rig.run(rig.kube.create(STACKS, NAMESPACE, wrong))
+
+    def says(stack: str, kind: str, reason: str, words: str) -> bool:
+        condition = rig.condition(STACKS, stack, kind)
+        return condition.get("reason") == reason and words in condition["message"]
+
+    rig.until("keys", lambda: says("nokeys", "StorageReady", "CredentialsMissing", "create it with the keys"), 30)
+    rig.until("bucket", lambda: says("nobucket", "StorageReady", "StorageFailed", "create it or correct"), 60)
+    rig.until("model", lambda: says("nomodel", "Stalled", "InvalidSpec", "policy: 'unheard-of' is not a known"), 30)
+    assert rig.s3.credentials.secret_key not in rig.log.read_text()
+    rig.secret("absent", rig.s3.credentials.access_key, rig.s3.credentials.secret_key)
+    rig.until("keys are found", lambda: rig.condition(STACKS, "nokeys", "StorageReady").get("status") == "True", 60)
+
+
+def storage_of(rig: OperatorRig, **changes: Any) -> dict[str, Any]:
+    s3 = rig.manifest("any")["spec"]["checkpoints"]["storage"]["s3"]
+    return {"checkpoints": {"storage": {"s3": {**s3, **changes}}}}
+
+
+def test_two_operators_do_not_use_an_attempt_twice(rig: OperatorRig) -> None:
+    """A second operator is a mistake, or the first one behind a broken network: records are fenced all the same."""
+    second = OperatorHandle(rig)
+    try:
+        rig.apply("twice", rollouts=32)
+        rig.until("rollouts are under way", lambda: under_way(rig, "twice"), START_SECONDS)
+        assert take(rig, "both", "twice")["phase"] in ("Succeeded", "Failed")
+        rig.node.kill("agent")
+        rig.until("it recovers", lambda: running(rig, "twice", 1), RECOVERY_SECONDS)
+    finally:
+        second.end()
+    rig.until("all rows are there", lambda: rig.phase("twice") == "Completed", 180)
+    attempts = [recovery["attempt"] for recovery in rig.cell("twice")["recoveries"]]
+    assert attempts == sorted(set(attempts))
+    assert rig.rows("twice") == 32
+
+
+class OperatorHandle:
+    """A second operator beside the rig's own."""
+
+    def __init__(self, rig: OperatorRig) -> None:
+        from gym_kit.ports import free_ports
+
+        own = rig._operator
+        self._process = rig.start_operator(health_port=free_ports(1)[0])
+        rig._operator = own
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait(30)
+
+
+def test_health_tells_of_the_work(rig: OperatorRig) -> None:
+    def health() -> dict[str, Any]:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{rig.health_port}/healthz", timeout=5) as answer:
+                found: dict[str, Any] = json.load(answer)
+                return found
+        except urllib.error.URLError:
+            return {}
+
+    rig.until("it answers", lambda: health().get("ok"), 30)
+    rig.apply("healthy")
+    rig.until("it has a worker", lambda: health().get("stacks") == 1, 30)
+
+
+def test_an_operator_without_crds_or_cluster_says_so(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    config = tmp_path / "config"
+    config.write_text("not: a kubeconfig")
+    done = subprocess.run(
+        [sys.executable, "-m", "gym_operator", "run", "--kubeconfig", str(config)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "no cluster is configured" in done.stderr
+    assert "Traceback" not in done.stderr
+
+

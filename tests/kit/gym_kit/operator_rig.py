@@ -1,0 +1,267 @@
+"""A real operator process against a real API server, with stacks whose pods are processes of this machine.
+
+    with OperatorRig(folder, progress) as rig:
+        rig.start_operator()
+        rig.apply("demo", rollouts=8)
+        rig.until("it runs", lambda: rig.phase("demo") == "Running", 60)
+
+Everything asynchronous lives in one loop in a thread, so that tests read from top to bottom.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self, TypeVar
+
+import boto3
+from botocore.config import Config
+
+from gym_kit.bucket import SeaweedFS
+from gym_kit.cluster.local.api_only import api_server_only
+from gym_kit.hollow_node import HollowNode
+from gym_kit.ports import free_ports
+from gym_kit.progress import Progress
+from gym_operator.api import names
+from gym_operator.effects.kube import CHECKPOINTS, SECRETS, STACKS, ApiKube, NotFound, Resource, connect
+from gym_servers.engine.rows import counter_rows
+from gym_servers.stack.settings import S3Settings
+from gym_servers.storage.locate import open_store
+from gym_servers.storage.s3 import S3Credentials
+from gym_servers.storage.store import ObjectStore
+
+NAMESPACE: Final = "default"
+BUCKET: Final = "gym"
+ROOT: Final = Path(__file__).parents[3]
+CRDS: Final = Resource("apiextensions.k8s.io", "v1", "customresourcedefinitions")
+T = TypeVar("T")
+
+
+class OperatorRig:
+    """The API server, the bucket, the engine, the journal and the hollow node; an operator when asked for."""
+
+    def __init__(self, folder: Path, progress: Progress, network: int = 1) -> None:
+        self.folder, self._progress, self._network = folder, progress, network
+        self._exit = ExitStack()
+        self._loop = asyncio.new_event_loop()
+        self._operator: subprocess.Popen[bytes] | None = None
+        self.health_port = free_ports(1)[0]
+        self.log = folder / "operator.log"
+
+    def __enter__(self) -> Self:
+        with ExitStack() as building:
+            thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+            thread.start()
+            building.callback(self._end_loop, thread)
+            server = building.enter_context(api_server_only(self._progress, controllers=True))
+            self.kubeconfig = Path(server.kubeconfig)
+            self.s3 = SeaweedFS(self.folder / "s3")
+            self.s3.start()
+            building.callback(self.s3.kill)  # nothing of it is wanted again
+            self.s3.create_bucket(BUCKET)
+            self.kube: ApiKube = self.run(connect(str(self.kubeconfig)))
+            building.callback(lambda: self.run(self.kube.close()))
+            self.journal = self._serve(building, "journal", "--file", str(self.folder / "journal.jsonl"))
+            self.engine = self._serve(
+                building, "engine", "--tokens-per-second", "120", "--journal", self.journal
+            )
+            self.node = HollowNode(self.kube, self.folder / "pods", self._network)
+            node = asyncio.run_coroutine_threadsafe(self.node.run(), self._loop)
+            building.callback(lambda: self._end_node(node))
+            self._install_crds()
+            self.secret("s3-keys", self.s3.credentials.access_key, self.s3.credentials.secret_key)
+            building.callback(self.kill_operator)
+            self._exit = building.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self._exit.close()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
+
+    # ---- the operator -------------------------------------------------------------------------------------
+
+    def start_operator(self, *options: str, health_port: int | None = None) -> subprocess.Popen[bytes]:
+        """Start an operator process; it is the one that `kill_operator` ends."""
+        paths = os.pathsep.join([str(ROOT / "operator"), str(ROOT / "servers")])
+        port = health_port or self.health_port
+        with self.log.open("ab") as log:
+            self._operator = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "gym_operator", "run", "--kubeconfig", str(self.kubeconfig)),
+                    *("--health-port", str(port), *options),
+                ],
+                env={**os.environ, "PYTHONPATH": paths},
+                stdout=log,
+                stderr=log,
+            )
+        return self._operator
+
+    def kill_operator(self, number: int = signal.SIGKILL) -> None:
+        """Kill the operator, and wait until it is gone."""
+        if self._operator is not None:
+            self._operator.send_signal(number)
+            self._operator.wait(60)
+            self._operator = None
+
+    # ---- stacks and checkpoints ---------------------------------------------------------------------------
+
+    def manifest(self, name: str, rollouts: int = 8, **spec: Any) -> dict[str, Any]:
+        """A stack that collects `rollouts` counter rows; `spec` replaces parts of its spec."""
+        rows = "".join(json.dumps(row) + "\n" for row in counter_rows(rollouts, 7))
+        self._s3().put_object(Bucket=BUCKET, Key=f"{name}/tasks.jsonl", Body=rows.encode())
+        storage = {
+            "bucket": BUCKET,
+            "prefix": "checkpoints",
+            "endpoint": self.s3.endpoint,
+            "addressingStyle": "path",
+            "credentialsSecret": "s3-keys",
+        }
+        whole = {
+            "image": "hollow:1",
+            "servers": [
+                {"name": "env", "kind": "environment", "server": "single-agent-turn"},
+                {"name": "policy", "kind": "model", "server": "scripted", "config": {"base_url": self.engine}},
+                {"name": "agent", "kind": "agent", "server": "simple-agent"},
+                {"name": "counter", "kind": "resources", "server": "counter", "config": {"journal": self.journal}},
+            ],
+            "collection": {"tasks": f"s3://{BUCKET}/{name}/tasks.jsonl", "output": f"s3://{BUCKET}/{name}/rows"},
+            "checkpoints": {"storage": {"s3": storage}},
+        }
+        return {
+            "apiVersion": names.API_VERSION,
+            "kind": names.STACK_KIND,
+            "metadata": {"name": name, "namespace": NAMESPACE},
+            "spec": {**whole, **copy.deepcopy(spec)},
+        }
+
+    def apply(self, name: str, rollouts: int = 8, **spec: Any) -> None:
+        self.run(self.kube.create(STACKS, NAMESPACE, self.manifest(name, rollouts, **spec)))
+
+    def change(self, name: str, change: Callable[[dict[str, Any]], object]) -> None:
+        """Change the spec of a stack."""
+        body = self.run(self.kube.get(STACKS, NAMESPACE, name))
+        change(body["spec"])
+        self.run(self.kube.replace(STACKS, NAMESPACE, body))
+
+    def delete(self, resource: Resource, name: str) -> None:
+        self.run(self.kube.delete(resource, NAMESPACE, name))
+
+    def checkpoint(self, name: str, stack: str, **spec: Any) -> None:
+        body = {
+            "apiVersion": names.API_VERSION,
+            "kind": names.CHECKPOINT_KIND,
+            "metadata": {"name": name, "namespace": NAMESPACE},
+            "spec": {"stackRef": {"name": stack}, **spec},
+        }
+        self.run(self.kube.create(CHECKPOINTS, NAMESPACE, body))
+
+    def secret(self, name: str, access_key: str, secret_key: str) -> None:
+        values = {"AWS_ACCESS_KEY_ID": access_key, "AWS_SECRET_ACCESS_KEY": secret_key}
+        body = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "stringData": values}
+        self.run(self.kube.create(SECRETS, NAMESPACE, body))
+
+    # ---- looking ------------------------------------------------------------------------------------------
+
+    def status(self, resource: Resource, name: str) -> dict[str, Any]:
+        """The status, empty where the object or its status is not there."""
+        try:
+            status: dict[str, Any] = self.run(self.kube.get(resource, NAMESPACE, name)).get("status") or {}
+        except NotFound:
+            return {}
+        return status
+
+    def phase(self, stack: str) -> str:
+        return str(self.status(STACKS, stack).get("phase", ""))
+
+    def cell(self, stack: str) -> dict[str, Any]:
+        cells = self.status(STACKS, stack).get("cells") or [{}]
+        cell: dict[str, Any] = cells[0]
+        return cell
+
+    def rows(self, stack: str) -> int:
+        return int((self.cell(stack).get("collection") or {}).get("rows", 0))
+
+    def condition(self, resource: Resource, name: str, kind: str) -> dict[str, Any]:
+        conditions = self.status(resource, name).get("conditions") or ()
+        found: dict[str, Any] = next((each for each in conditions if each["type"] == kind), {})
+        return found
+
+    def store(self, uri: str) -> ObjectStore:
+        """The bucket's objects below a URI."""
+        settings = S3Settings(bucket=BUCKET, endpoint=self.s3.endpoint, addressing_style="path")
+        credentials = S3Credentials(self.s3.credentials.access_key, self.s3.credentials.secret_key)
+        return open_store(uri, settings, credentials)
+
+    def until(self, what: str, holds: Callable[[], object], seconds: float, interval: float = 0.05) -> float:
+        """Wait until it holds; the seconds that took. AssertionError names `what`, with the operator's last words."""
+        began = time.monotonic()
+        while not holds():
+            if time.monotonic() - began > seconds:
+                words = self.log.read_text()[-3000:] if self.log.exists() else ""
+                raise AssertionError(f"{what}: not within {seconds:g} s; the operator says:\n{words}")
+            time.sleep(interval)
+        return time.monotonic() - began
+
+    # ---- parts --------------------------------------------------------------------------------------------
+
+    def _install_crds(self) -> None:
+        import yaml
+
+        for path in sorted((ROOT / "crds").glob("*.yaml")):
+            crd = yaml.safe_load(path.read_text())
+            self.run(self.kube.create(CRDS, "", crd))
+            self.until(f"{path.name} is served", partial(self._is_served, crd["metadata"]["name"]), 30)
+
+    def _is_served(self, crd: str) -> bool:
+        conditions = self.run(self.kube.get(CRDS, None, crd)).get("status", {}).get("conditions") or ()
+        return any(each["type"] == "Established" and each["status"] == "True" for each in conditions)
+
+    def _serve(self, building: ExitStack, *arguments: str) -> str:
+        port = free_ports(1)[0]
+        with (self.folder / f"{arguments[0]}.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "gym_servers", *arguments, "--port", str(port)], stdout=log, stderr=log
+            )
+
+        def end() -> None:
+            process.kill()
+            process.wait()
+
+        building.callback(end)
+        return f"http://127.0.0.1:{port}"
+
+    def _s3(self) -> Any:
+        return boto3.client(
+            "s3",
+            endpoint_url=self.s3.endpoint,
+            region_name="us-east-1",
+            aws_access_key_id=self.s3.credentials.access_key,
+            aws_secret_access_key=self.s3.credentials.secret_key,
+            config=Config(s3={"addressing_style": "path"}),
+        )
+
+    def _end_node(self, node: Any) -> None:
+        node.cancel()
+        # Its processes are ended in the loop; nothing else runs there by now.
+        self.run(asyncio.sleep(0.5))
+
+    def _end_loop(self, thread: threading.Thread) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        thread.join(10)
+        self._loop.close()

@@ -1,0 +1,241 @@
+"""A whole cell in one event loop: real servers, real control planes, the real coordinator, no sockets.
+
+async with cell(tmp_path, rows) as rig:
+    await rig.until(rig.running)
+    await rig.checkpoint("one")
+    rig.kill("agent")
+    await rig.until(rig.complete)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+from unittest import mock
+
+import httpx
+
+from gym_rig.network import Alive, Network
+from gym_rig.virtual import now
+from gym_servers.assemble import Server, assemble
+from gym_servers.control.app import control_app
+from gym_servers.control.plane import ControlPlane
+from gym_servers.coordination.checkpoint import Outcome, Progress
+from gym_servers.coordination.client import ParticipantClient
+from gym_servers.coordination.controller import CellController, CellSettings, Process, View
+from gym_servers.coordination.record import CellRecord, Stage
+from gym_servers.engine.app import create_app as engine_app
+from gym_servers.http import peers
+from gym_servers.journal.client import FileJournal
+from gym_servers.local.demo import account_of
+from gym_servers.proof.account import Account
+from gym_servers.stack.render import checkpoint_root, render_settings
+from gym_servers.stack.settings import ServerSettings, StackIdentity
+from gym_servers.stack.spec import parse_spec
+from gym_servers.storage.locate import open_store
+
+TOKEN = "control-token"
+COOKIES = "cookie-secret"
+IDENTITY = StackIdentity(namespace="local", name="rig", uid="rig-uid")
+GRACE = 60.0
+LOOK_SECONDS = 0.2
+LONGEST_SECONDS = 300.0  # of virtual time: far more than anything here takes
+
+
+@dataclass(eq=False)
+class Running:
+    """One server process."""
+
+    settings: ServerSettings
+    server: Server
+    plane: ControlPlane | None
+    incarnation: str
+    alive: Alive
+    background: asyncio.Task[None] | None
+
+    def kill(self) -> None:
+        self.alive.kill()
+        if self.background is not None:
+            self.background.cancel()
+        if self.plane is not None:
+            self.plane._lease.end()  # a dead process's timers do not fire
+
+
+class Rig:
+    """The cell's processes and its coordinator; also the coordinator's `CellHost`."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, ServerSettings], root: str, *, rate: float) -> None:
+        self.folder, self.settings = folder, settings
+        self.wall = asyncio.get_running_loop().time  # bound: threads ask it too
+        self.network = Network()
+        self.processes_by_name: dict[str, Running] = {}
+        self.saved: list[CellRecord] = []
+        self.said: list[tuple[str, str, str]] = []
+        self._count = 0
+        self.network.listen("engine", engine_app(rate, FileJournal(folder / "journal.jsonl")), Alive())
+        self.http = self.network.client()
+        self.root = root
+        self.controller = self.coordinator(None)
+        self.view: View | None = None
+
+    def coordinator(self, record: CellRecord | None) -> CellController:
+        """A coordinator of this cell, such as one that takes over."""
+        settings = CellSettings(stack_uid=IDENTITY.uid, cell=0, token=TOKEN, root=self.root, lease_grace=GRACE)
+        return CellController(self, settings, open_store, self.http, record, wall=self.wall)
+
+    # ---- CellHost -----------------------------------------------------------------------------------------
+
+    async def processes(self) -> Sequence[Process]:
+        for name in self.settings:
+            running = self.processes_by_name.get(name)
+            if running is None or running.alive.died.is_set():
+                self.start(name)
+        return [
+            Process(name, one.settings.kind, one.incarnation, not one.alive.died.is_set(), f"http://{name}-control")
+            for name, one in self.processes_by_name.items()
+        ]
+
+    async def end(self, processes: Mapping[str, str]) -> None:
+        for name, incarnation in processes.items():
+            if self.processes_by_name[name].incarnation == incarnation:
+                self.kill(name)
+
+    async def save(self, record: CellRecord) -> None:
+        self.saved.append(CellRecord.model_validate_json(record.model_dump_json(by_alias=True)))
+
+    async def announce(self, level: Literal["Normal", "Warning"], reason: str, message: str) -> None:
+        self.said.append((level, reason, message))
+
+    # ---- processes ----------------------------------------------------------------------------------------
+
+    def start(self, name: str) -> Running:
+        self._count += 1
+        alive = Alive()
+        client = partial(httpx.AsyncClient, transport=self.network.transport(alive))
+        with mock.patch.object(httpx, "AsyncClient", client):
+            server = assemble(self.settings[name], COOKIES)
+        server.participant.gate.clock = self.wall
+        plane = None
+        if self.settings[name].checkpoint.enabled:
+            grace = self.settings[name].checkpoint.lease_grace_seconds
+            plane = ControlPlane(server.participant, server.author, server.open_store, grace=grace, wall=self.wall)
+            self.network.listen(f"{name}-control", control_app(plane, TOKEN), alive)
+        self.network.listen(name, server.app, alive)
+        background = None
+        if server.background is not None:
+            background = asyncio.ensure_future(server.background())
+        running = Running(self.settings[name], server, plane, f"{name}-{self._count}", alive, background)
+        self.processes_by_name[name] = running
+        return running
+
+    def kill(self, *names: str) -> None:
+        for name in names or tuple(self.processes_by_name):
+            self.processes_by_name[name].kill()
+
+    def participant(self, name: str) -> Any:
+        return self.processes_by_name[name].server.participant
+
+    def client(self, name: str) -> ParticipantClient:
+        """The coordinator's client of a process, for a test that plays the coordinator."""
+        return ParticipantClient(
+            name, self.settings[name].kind, f"http://{name}-control", TOKEN, self.http, self.wall
+        )
+
+    # ---- driving ------------------------------------------------------------------------------------------
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        """Look again and again, as a coordinator does, until the condition holds."""
+        give_up = now() + LONGEST_SECONDS
+        while True:
+            self.view = await self.controller.look()
+            if condition():
+                return
+            for one in self.processes_by_name.values():
+                if one.background is not None and one.background.done() and not one.background.cancelled():
+                    one.background.result()
+            if now() > give_up:
+                raise AssertionError(f"still {self.controller.record.stage} with {self.progress()}: {self.said[-5:]}")
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def checkpoint(self, name: str) -> Outcome:
+        """A checkpoint, while looks go on as they do beside a real one."""
+
+        async def tell(_: Progress) -> None:
+            return None
+
+        taken = asyncio.ensure_future(self.controller.take(f"{name}-id", name, tell))
+        await self.until(taken.done)
+        return taken.result()
+
+    def running(self, attempt: int = 0) -> bool:
+        record = self.controller.record
+        return record.stage is Stage.RUNNING and record.attempt >= attempt
+
+    def progress(self) -> dict[str, int]:
+        seen = self.view.seen.values() if self.view else ()
+        return next((s.status.progress for s in seen if s.status is not None and s.status.progress), {})
+
+    def complete(self) -> bool:
+        return bool(self.progress().get("complete"))
+
+    def effects(self) -> int:
+        """Tool effects in the journal so far."""
+        return sum(entry["kind"] == "effect" for entry in self.journal())
+
+    def journal(self) -> list[dict[str, Any]]:
+        path = self.folder / "journal.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def account(self, expected: int) -> Account:
+        return account_of(self.folder, self.controller.record, expected)
+
+
+def rig_settings(
+    folder: Path, rows: Iterable[Mapping[str, Any]], **spec: Any
+) -> tuple[dict[str, ServerSettings], str]:
+    """The settings of a counter stack's processes, and the root of its checkpoints."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tasks = folder / "tasks.jsonl"
+    tasks.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    document = {
+        "servers": [
+            {"name": "env", "kind": "environment", "server": "single-agent-turn"},
+            {"name": "policy", "kind": "model", "server": "scripted", "config": {"base_url": "http://engine"}},
+            {"name": "agent", "kind": "agent", "server": "simple-agent"},
+            {
+                "name": "counter",
+                "kind": "resources",
+                "server": "counter",
+                "config": {"journal": str(folder / "journal.jsonl")},
+            },
+        ],
+        "collection": {"tasks": str(tasks), "output": str(folder / "output"), "concurrency": 64},
+        "checkpoints": {"storage": {"directory": str(folder / "checkpoints")}},
+        **spec,
+    }
+    parsed = parse_spec({name: value for name, value in document.items() if value is not None})
+    rendered = render_settings(IDENTITY, parsed, lambda server: f"http://{server}")
+    root = checkpoint_root(parsed.checkpoints.storage, IDENTITY, 0) if parsed.checkpoints.storage else ""
+    return {name: ServerSettings.model_validate(values) for name, values in rendered.items()}, root
+
+
+@asynccontextmanager
+async def cell(
+    folder: Path, rows: Iterable[Mapping[str, Any]], *, rate: float = 100.0, **spec: Any
+) -> AsyncIterator[Rig]:
+    """A counter cell that collects `rows` at `rate` tokens a second; everything ends on the way out."""
+    settings, root = rig_settings(folder, rows, **spec)
+    with mock.patch.object(peers, "time", SimpleNamespace(monotonic=now)):
+        rig = Rig(folder, settings, root, rate=rate)
+        try:
+            yield rig
+        finally:
+            await rig.controller.close()
+            rig.kill()

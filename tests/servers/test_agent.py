@@ -1,0 +1,422 @@
+"""The agent participant: sessions, activations that are idempotent, and boundaries inside the turn loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any
+
+import pytest
+
+from gym_rig.verbs import checkpoint, commit, prepare, ready, restore, resume, start
+from gym_rig.virtual import now, settle
+from gym_servers.participants.agent import ADMISSION_RETRY_SECONDS, Activation, AgentParticipant, Session
+from gym_servers.participants.gate import Gate
+from gym_servers.protocol.errors import ProtocolError
+from gym_servers.protocol.identity import Episode
+
+R0, R1 = Episode("r", 0), Episode("r", 1)
+ACCESS = [{"peer": "counter", "jar": {"c": {"id": "1"}}, "headers": {}}]
+
+
+class Loop:
+    """A turn loop of `turns` model calls with a tool round after each; a test ends each step."""
+
+    def __init__(self, participant: AgentParticipant, turns: int = 2) -> None:
+        self.participant, self.turns = participant, turns
+        self.model, self.tool = asyncio.Semaphore(0), asyncio.Semaphore(0)
+        self.log: list[str] = []
+        self.refusals: list[ProtocolError] = []
+
+    async def __call__(self, activation: Activation) -> dict[str, Any]:
+        while True:
+            await self.participant.boundary(activation)
+            await self.participant.model_call(activation, self._model)
+            activation.model_calls += 1
+            if activation.model_calls > self.turns:
+                return {"items": list(activation.items)}
+            self.log.append("tool")
+            await self.tool.acquire()
+            activation.items = [*activation.items, {"turn": activation.model_calls}]
+
+    async def _model(self) -> str:
+        self.log.append("model")
+        if self.refusals:
+            raise self.refusals.pop()
+        await self.model.acquire()
+        return "reply"
+
+    def free(self) -> None:
+        """Let it run to its end."""
+        for _ in range(self.turns + 1):
+            self.model.release()
+            self.tool.release()
+
+
+def agent(*, started: bool = True) -> AgentParticipant:
+    participant = AgentParticipant(Gate(clock=now))
+    if started:
+        start(participant)
+    return participant
+
+
+async def seeded(participant: AgentParticipant, episode: Episode = R0, session: str = "s") -> Session:
+    return await participant.seed(session, episode, list(ACCESS))
+
+
+def activate(
+    participant: AgentParticipant, session: Session, loop: Any, index: int | None = 1, digest: str = "d"
+) -> asyncio.Task[dict[str, Any]]:
+    return asyncio.create_task(participant.activate(session, index, digest, loop))
+
+
+async def code(call: Awaitable[Any]) -> str:
+    with pytest.raises(ProtocolError) as refused:
+        await call
+    return refused.value.code
+
+
+# ---- activations ------------------------------------------------------------------------------------------
+
+
+async def test_a_completed_index_is_answered_without_another_call() -> None:
+    participant = agent()
+    session, loop = await seeded(participant), Loop(participant)
+    loop.free()
+    reply = await activate(participant, session, loop)
+    done = list(loop.log)
+    assert await activate(participant, session, loop) == reply
+    assert loop.log == done
+
+
+async def test_a_running_index_is_joined() -> None:
+    participant = agent()
+    session, loop = await seeded(participant), Loop(participant)
+    first, second = activate(participant, session, loop), activate(participant, session, loop)
+    await settle()
+    assert loop.log == ["model"]
+    first.cancel()  # a caller that leaves does not end it
+    loop.free()
+    assert (await second)["items"] == [{"turn": 1}, {"turn": 2}]
+
+
+@pytest.mark.parametrize("index", [2, 3])
+async def test_an_index_out_of_order_is_refused(index: int) -> None:
+    participant = agent()
+    session = await seeded(participant)
+    assert await code(activate(participant, session, Loop(participant), index)) == "activation_out_of_order"
+
+
+async def test_an_index_below_the_last_is_refused() -> None:
+    participant = agent()
+    session, loop = await seeded(participant), Loop(participant)
+    for index in (1, 2):
+        loop.free()
+        await activate(participant, session, loop, index)
+    assert await code(activate(participant, session, loop, 1)) == "activation_out_of_order"
+
+
+@pytest.mark.parametrize("when", ["running", "finished"])
+async def test_a_reply_is_bound_to_its_request(when: str) -> None:
+    participant = agent()
+    session, loop = await seeded(participant), Loop(participant)
+    running = activate(participant, session, loop)
+    await settle()
+    if when == "finished":
+        loop.free()
+        await running
+    assert await code(activate(participant, session, loop, digest="other")) == "checkpoint_conflict"
+    running.cancel()
+
+
+async def test_a_failure_is_not_stored_as_a_reply() -> None:
+    participant = agent()
+    session = await seeded(participant)
+
+    async def fails(_: Activation) -> dict[str, Any]:
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        await activate(participant, session, fails)
+    loop = Loop(participant)
+    loop.free()
+    assert "items" in await activate(participant, session, loop)
+
+
+async def test_without_an_index_every_request_is_a_new_activation() -> None:
+    participant = agent()
+    session, loop = await seeded(participant), Loop(participant)
+    for _ in range(2):
+        loop.free()
+        await activate(participant, session, loop, None)
+    assert loop.log.count("model") == 6
+
+
+@pytest.mark.parametrize("episode", [R1, Episode("other", 0), None])
+async def test_a_call_of_another_episode_never_reaches_the_session(episode: Episode | None) -> None:
+    participant = agent()
+    await seeded(participant)
+    with pytest.raises(ProtocolError, match="stale_attempt"):
+        participant.session("s", episode)
+    for unknown in ("t", None):
+        with pytest.raises(ProtocolError, match="session_lost"):
+            participant.session(unknown, R0)
+
+
+# ---- boundaries -------------------------------------------------------------------------------------------
+
+
+async def test_waiting_for_the_model_counts_as_standing_and_a_reply_is_held() -> None:
+    participant = agent()
+    session, loop = await seeded(participant), Loop(participant)
+    running = activate(participant, session, loop)
+    await settle()
+    assert prepare(participant)
+    loop.model.release()
+    await settle()
+    assert loop.log == ["model"]
+    assert participant.survey().ready
+    records = await commit(participant)
+    assert b'"items":[]' in records["s"]
+    resume(participant)
+    await settle()
+    assert loop.log == ["model", "tool"]
+    loop.free()
+    await running
+
+
+async def test_a_tool_round_holds_a_checkpoint_up_until_the_next_boundary() -> None:
+    participant = agent()
+    session, loop = await seeded(participant), Loop(participant)
+    running = activate(participant, session, loop)
+    loop.model.release()
+    await settle()
+    assert not prepare(participant)
+    assert [(b.id, b.where) for b in participant.survey().blockers] == [("r", "tools")]
+    loop.tool.release()
+    await settle()
+    assert ready(participant)
+    assert loop.log == ["model", "tool"]
+    records = await commit(participant)
+    assert b'"items":[{"turn":1}]' in records["s"]
+    resume(participant)
+    loop.free()
+    await running
+
+
+async def test_an_episode_that_must_restart_anyway_holds_nothing_up_and_is_not_exported() -> None:
+    participant = agent()
+    session, loop = await seeded(participant), Loop(participant)
+    running = activate(participant, session, loop)
+    loop.model.release()
+    await settle()
+    assert prepare(participant, restarts=frozenset({"r"}))
+    assert await commit(participant) == {}
+    running.cancel()
+
+
+async def test_closed_admission_at_the_model_never_fails_an_activation() -> None:
+    participant = agent()
+    session, loop = await seeded(participant), Loop(participant)
+    loop.refusals = [ProtocolError("admission_closed", "closed")] * 50
+    loop.free()
+    began = now()
+    assert "items" in await activate(participant, session, loop)
+    assert now() - began == pytest.approx(50 * ADMISSION_RETRY_SECONDS, abs=1)
+
+
+async def test_a_refusal_that_comes_while_a_checkpoint_is_open_here_waits_for_its_end() -> None:
+    participant = agent()
+    session, loop = await seeded(participant), Loop(participant)
+    loop.refusals = [ProtocolError("admission_closed", "closed")]
+    running = activate(participant, session, loop)
+    await asyncio.sleep(0)
+    prepare(participant)
+    await asyncio.sleep(100)
+    assert participant.survey().ready
+    assert len(loop.log) <= 1
+    resume(participant)
+    loop.free()
+    assert "items" in await running
+
+
+async def test_another_refusal_of_the_model_ends_the_activation() -> None:
+    participant = agent()
+    session, loop = await seeded(participant), Loop(participant)
+    loop.refusals = [ProtocolError("stale_attempt", "replaced")]
+    assert await code(activate(participant, session, loop)) == "stale_attempt"
+    assert session.activation is None
+
+
+# ---- restore ----------------------------------------------------------------------------------------------
+
+
+async def restored(records: dict[str, bytes]) -> AgentParticipant:
+    participant = agent(started=False)
+    assert restore(participant, records, "r") == ["r-a1"]
+    resume(participant, "restore")
+    return participant
+
+
+async def test_a_restored_activation_continues_at_its_boundary_under_the_new_attempt() -> None:
+    first = agent()
+    session, loop = await seeded(first), Loop(first)
+    running = activate(first, session, loop)
+    loop.model.release()
+    loop.tool.release()
+    await settle()
+    records = await checkpoint(first)
+    running.cancel()
+    second = await restored(records)
+    again = Loop(second)
+    again.free()
+    found = second.session("s", R1)
+    assert found.accesses == ACCESS
+    reply = await activate(second, found, again)
+    assert reply["items"] == [{"turn": 1}, {"turn": 2}]
+    assert again.log == ["model", "tool", "model"]
+    with pytest.raises(ProtocolError, match="stale_attempt"):
+        second.session("s", R0)
+
+
+async def test_a_restored_reply_is_given_again_and_bound_to_its_request() -> None:
+    first = agent()
+    session, loop = await seeded(first), Loop(first)
+    loop.free()
+    reply = await activate(first, session, loop)
+    second = await restored(await checkpoint(first))
+    again = Loop(second)
+    found = second.session("s", R1)
+    assert await activate(second, found, again) == reply
+    assert again.log == []
+    assert await code(activate(second, found, again, digest="other")) == "checkpoint_conflict"
+    assert await code(activate(second, found, again, 3)) == "activation_out_of_order"
+
+
+async def test_a_restored_activation_of_another_request_is_refused_and_kept() -> None:
+    first = agent()
+    session, loop = await seeded(first), Loop(first)
+    running = activate(first, session, loop)
+    await settle()
+    records = await checkpoint(first)
+    running.cancel()
+    second = await restored(records)
+    found, again = second.session("s", R1), Loop(second)
+    again.free()
+    assert await code(activate(second, found, again, digest="other")) == "checkpoint_conflict"
+    assert "items" in await activate(second, found, again)
+
+
+async def test_a_restored_session_that_nobody_claimed_survives_a_second_crash() -> None:
+    first = agent()
+    session, loop = await seeded(first), Loop(first)
+    running = activate(first, session, loop)
+    loop.model.release()
+    loop.tool.release()
+    await settle()
+    records = await checkpoint(first)
+    running.cancel()
+    second = await restored(records)
+    third = agent(started=False)
+    assert restore(third, await checkpoint(second), "r-a1", cell_attempt=2) == ["r-a2"]
+    resume(third, "restore")
+    again = Loop(third)
+    again.free()
+    reply = await activate(third, third.session("s", Episode("r", 2)), again)
+    assert reply["items"] == [{"turn": 1}, {"turn": 2}]
+
+
+@pytest.mark.parametrize("damage", [b"", b'{"format":1}', b'{"format":1,"session":"s","episode":"r-a0"}'])
+async def test_a_record_that_cannot_be_read_is_named_and_nothing_is_installed(damage: bytes) -> None:
+    participant = agent(started=False)
+    with pytest.raises(ProtocolError, match="record s"):
+        restore(participant, {"s": damage}, "r")
+    assert participant.survey().counts["sessions"] == 0
+
+
+# ---- seed, close, retire ----------------------------------------------------------------------------------
+
+
+async def test_a_repeated_seed_replaces_the_session_of_its_episode() -> None:
+    participant = agent()
+    session, loop = await seeded(participant), Loop(participant)
+    running = activate(participant, session, loop)
+    await settle()
+    await seeded(participant, session="s2")
+    assert await code(running) == "session_lost"
+    assert participant.survey().counts["sessions"] == 1
+    with pytest.raises(ProtocolError, match="session_lost"):
+        participant.session("s", R0)
+
+
+async def test_seeds_that_come_together_leave_one_session() -> None:
+    """Also where ending the old one takes a while."""
+    participant = agent()
+    session = await seeded(participant)
+
+    async def stubborn(_: Activation) -> dict[str, Any]:
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            await asyncio.sleep(1)
+        return {}
+
+    running = activate(participant, session, stubborn)
+    await settle()
+    await asyncio.gather(*(seeded(participant, session=f"s{n}") for n in range(5)))
+    assert participant.survey().counts == {"sessions": 1, "busy": 0}
+    assert await code(running) == "session_lost"
+
+
+async def test_a_seed_waits_while_a_checkpoint_is_open_and_looks_at_the_watermark_again() -> None:
+    participant = agent()
+    prepare(participant)
+    waiting = asyncio.create_task(seeded(participant))
+    late = asyncio.create_task(seeded(participant, Episode("late", 0), "l"))
+    await asyncio.sleep(100)
+    assert not waiting.done()
+    participant.gate.fence.mark("late", 0)
+    resume(participant)
+    await waiting
+    assert await code(late) == "stale_attempt"
+
+
+async def test_a_close_waits_for_resume_and_is_repeatable() -> None:
+    participant = agent()
+    session, loop = await seeded(participant), Loop(participant)
+    running = activate(participant, session, loop)
+    await settle()
+    prepare(participant)
+    closing = asyncio.create_task(participant.close("s", R0))
+    await asyncio.sleep(100)
+    assert not closing.done()
+    assert participant.survey().ready
+    resume(participant)
+    await closing
+    assert await code(running) == "session_lost"
+    await participant.close("s", R0)
+
+
+async def test_a_close_of_another_attempt_is_refused() -> None:
+    participant = agent()
+    await seeded(participant)
+    assert await code(participant.close("s", R1)) == "stale_attempt"
+
+
+async def test_retire_costs_only_its_own_rollout_and_is_repeatable() -> None:
+    participant = agent()
+    session, loop = await seeded(participant), Loop(participant)
+    running = activate(participant, session, loop)
+    await seeded(participant, Episode("other", 0), "o")
+    await settle()
+    participant.gate.fence.mark("r", 0)
+    await participant.retire([R0])
+    await participant.retire([R0])
+    assert await code(running) == "session_lost"
+    assert participant.survey().counts["sessions"] == 1
+    assert await code(seeded(participant)) == "stale_attempt"
+
+
+async def test_a_fresh_process_takes_no_work_before_it_is_in_service() -> None:
+    participant = agent(started=False)
+    assert await code(seeded(participant)) == "admission_closed"

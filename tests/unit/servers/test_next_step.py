@@ -1,0 +1,215 @@
+"""What a coordinator does next, for every kind of thing it can find - also when it was away."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from gym_servers.coordination.decide import (
+    End,
+    Install,
+    Open,
+    Recover,
+    Reopen,
+    Seen,
+    Settle,
+    Start,
+    Step,
+    Tend,
+    Wait,
+    next_step,
+)
+from gym_servers.coordination.record import CellRecord, Choice, OpenCheckpoint, Pin, Stage
+from gym_servers.protocol.messages import Report, Status
+
+NAMES = ("agent", "env", "policy")
+CHOICE = Choice(uri="u", digest="d", checkpoint_id="cp", name="cp")
+OPEN = OpenCheckpoint(checkpoint_id="cp", name="cp", uri="u", sequence=1)
+PINS = {name: Pin(incarnation=f"{name}-1", session=f"{name}-s1") for name in NAMES}
+
+
+def status(name: str, phase: str, **changes: Any) -> Status:
+    base = {"session": f"{name}-s1", "cell_attempt": 0}
+    return Status(kind="agent", instance=name, phase=phase, report=Report(ready=True), **{**base, **changes})
+
+
+def seen(phase: str | None = "idle", incarnation: str = "1", **changes: Any) -> dict[str, Seen]:
+    """All three, alive; `phase` None: they do not answer."""
+    return {
+        name: Seen(f"{name}-{incarnation}", True, None if phase is None else status(name, phase, **changes))
+        for name in NAMES
+    }
+
+
+def but(base: Mapping[str, Seen], **others: Seen) -> dict[str, Seen]:
+    return {**base, **others}
+
+
+def running(**changes: Any) -> CellRecord:
+    return CellRecord(stage=Stage.RUNNING, pins=PINS).model_copy(update=changes)
+
+
+def starting(**changes: Any) -> CellRecord:
+    return CellRecord(stage=Stage.STARTING).model_copy(update=changes)
+
+
+def step(record: CellRecord, found: Mapping[str, Seen], *, busy: bool = False) -> Step:
+    return next_step(record, found, busy=busy)
+
+
+# ---- replacing --------------------------------------------------------------------------------------------
+
+
+def test_old_processes_are_ended_until_none_of_them_is_left() -> None:
+    record = CellRecord(stage=Stage.REPLACING, ended={"agent": "agent-1", "env": "env-1"})
+    assert step(record, seen()) == End({"agent": "agent-1", "env": "env-1"})
+    half = but(seen(), agent=Seen("agent-2", True))
+    assert step(record, half) == End({"env": "env-1"})
+    assert step(record, but(half, env=Seen(None, False))) == Start()
+    assert step(CellRecord(stage=Stage.REPLACING), seen()) == Start()
+
+
+def test_a_process_that_is_ending_is_still_there() -> None:
+    record = CellRecord(stage=Stage.REPLACING, ended={"agent": "agent-1"})
+    assert step(record, but(seen(), agent=Seen("agent-1", False))) == End({"agent": "agent-1"})
+
+
+# ---- starting ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("one", [Seen(None, False), Seen("agent-2", False)])
+def test_nothing_is_installed_before_all_have_started(one: Seen) -> None:
+    found = step(starting(), but(seen("starting"), agent=one))
+    assert found == Wait("waiting for agent to start")
+
+
+def test_nothing_is_installed_before_all_answer() -> None:
+    assert step(starting(), but(seen("starting"), env=Seen("env-1", True))) == Wait("waiting for env to answer")
+
+
+def test_fresh_processes_are_pinned_as_they_were_met() -> None:
+    assert step(starting(), seen("starting")) == Install(PINS)
+
+
+def test_while_an_installation_runs_only_a_death_matters() -> None:
+    assert isinstance(step(starting(pins=PINS), seen("starting"), busy=True), Wait)
+    died = step(starting(pins=PINS), but(seen("starting"), env=Seen("env-1", False)), busy=True)
+    assert died == Recover("env has ended")
+
+
+def test_a_coordinator_that_was_away_finishes_the_restore_that_all_come_from() -> None:
+    record = starting(pins=PINS, restore=CHOICE, attempt=2)
+    one = seen("restored", restored_from="r", cell_attempt=2)
+    assert step(record, one) == Open()
+    assert (
+        step(record, but(one, env=Seen("env-1", True, status("env", "idle", restored_from="r", cell_attempt=2))))
+        == Open()
+    )
+
+
+def test_a_coordinator_that_was_away_finishes_a_start_from_the_input() -> None:
+    assert step(starting(pins=PINS, attempt=1), seen("idle", cell_attempt=1)) == Open()
+
+
+@pytest.mark.parametrize(
+    ("record", "odd"),
+    [
+        # restored from two restores
+        (starting(pins=PINS, restore=CHOICE), {"phase": "restored", "restored_from": "other"}),
+        # one went back to starting
+        (starting(pins=PINS, restore=CHOICE), {"phase": "starting"}),
+        # under another attempt
+        (starting(pins=PINS, restore=CHOICE), {"phase": "restored", "restored_from": "r", "cell_attempt": 1}),
+        # resumed without a restore
+        (starting(pins=PINS, restore=CHOICE), {"phase": "idle"}),
+        # a checkpoint is open in one
+        (starting(pins=PINS, restore=CHOICE), {"phase": "prepared", "restored_from": "r"}),
+    ],
+)
+def test_a_cell_that_is_neither_fresh_nor_of_one_restore_recovers_again(
+    record: CellRecord, odd: dict[str, Any]
+) -> None:
+    rest = seen("restored", restored_from="r")
+    assert isinstance(step(record, but(rest, env=Seen("env-1", True, status("env", **odd)))), Recover)
+
+
+def test_a_restore_that_nobody_ordered_recovers_again() -> None:
+    assert isinstance(step(starting(pins=PINS), seen("restored", restored_from="r")), Recover)
+    assert isinstance(step(starting(pins=PINS, restore=CHOICE), seen("idle")), Recover)
+
+
+def test_unknown_processes_that_somebody_coordinated_are_replaced() -> None:
+    """The record was lost: no pin says which processes are meant."""
+    assert isinstance(step(starting(), seen("idle")), Recover)
+
+
+# ---- running ----------------------------------------------------------------------------------------------
+
+DEATHS = {
+    "env is gone": Seen(None, False),
+    "env was replaced by another process": Seen("env-2", True, status("env", "starting")),
+    "env has ended": Seen("env-1", False),
+    "env has ended: OOMKilled": Seen("env-1", False, None, "OOMKilled"),
+    "env was started again": Seen("env-1", True, status("env", "starting", session="env-s2")),
+}
+
+
+@pytest.mark.parametrize("busy", [True, False])
+@pytest.mark.parametrize("left", [None, OPEN])
+@pytest.mark.parametrize("reason", DEATHS)
+def test_a_death_in_service_is_a_recovery_whatever_else_goes_on(
+    reason: str, left: OpenCheckpoint | None, busy: bool
+) -> None:
+    assert step(running(open=left), but(seen(), env=DEATHS[reason]), busy=busy) == Recover(reason)
+
+
+@pytest.mark.parametrize("reason", DEATHS)
+def test_a_death_while_starting_is_a_recovery_too(reason: str) -> None:
+    found = but(seen("restored", restored_from="r"), env=DEATHS[reason])
+    assert step(starting(pins=PINS, restore=CHOICE), found) == Recover(reason)
+
+
+def test_silence_is_not_death() -> None:
+    assert step(running(), but(seen(), env=Seen("env-1", True))) == Wait("no answer on control from env")
+
+
+def test_back_in_starting_is_a_recovery() -> None:
+    found = but(seen(), env=Seen("env-1", True, status("env", "starting")))
+    assert step(running(), found) == Recover("env went back to starting")
+
+
+def test_a_checkpoint_in_progress_is_left_alone() -> None:
+    assert isinstance(step(running(open=OPEN), seen("prepared", checkpoint_id="cp"), busy=True), Wait)
+
+
+def test_a_checkpoint_that_was_left_open_is_settled_first() -> None:
+    assert step(running(open=OPEN), seen("prepared", checkpoint_id="cp")) == Settle()
+    assert step(running(open=OPEN), seen("idle")) == Settle()
+
+
+def test_whoever_is_closed_for_no_checkpoint_of_ours_is_opened() -> None:
+    found = but(seen(), env=Seen("env-1", True, status("env", "committed", checkpoint_id="x")))
+    assert step(running(), found) == Reopen({"env": "x"})
+
+
+def test_in_service() -> None:
+    assert step(running(), seen()) == Tend()
+
+
+def test_a_stalled_cell_stays_as_it_is() -> None:
+    for found in (seen(), seen("starting"), {name: Seen(None, False) for name in NAMES}):
+        assert isinstance(step(running(stage=Stage.STALLED), found), Wait)
+
+
+@pytest.mark.parametrize("stage", Stage)
+def test_an_empty_cell_is_never_a_crash(stage: Stage) -> None:
+    for busy in (True, False):
+        assert step(CellRecord(stage=stage), {}, busy=busy) is not None
+
+
+def test_the_record_survives_being_written_down() -> None:
+    record = running(open=OPEN, restore=CHOICE, attempt=3, refused=["u"])
+    assert CellRecord.model_validate_json(record.model_dump_json(by_alias=True)) == record
+    assert "checkpointId" in record.model_dump_json(by_alias=True)
