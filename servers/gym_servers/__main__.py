@@ -82,7 +82,10 @@ def up(
     from gym_servers.stack.durations import parse_duration
 
     prepared = local_stack(read_manifest(stack), folder)
-    interval = parse_duration(every) if every else None
+    try:
+        interval = parse_duration(every) if every else None
+    except ValueError as error:
+        raise SettingsError(f"--every {every}: {error}") from error
     if not asyncio.run(run(prepared, folder, _announce, interval)):
         raise typer.Exit(1)
 

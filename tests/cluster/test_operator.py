@@ -277,5 +277,3 @@ def test_an_operator_without_crds_or_cluster_says_so(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "no cluster is configured" in done.stderr
     assert "Traceback" not in done.stderr
-
-

@@ -227,8 +227,8 @@ class Checkpoints:
     # ---- what an operator before this one left ------------------------------------------------------------
 
     def _resolve(self, writer: CheckpointWriter, id: str) -> None:
-        if time.monotonic() >= self._resolve_due:
-            self._resolve_due = time.monotonic() + RESOLVE_SECONDS
+        if self._wall() >= self._resolve_due:
+            self._resolve_due = self._wall() + RESOLVE_SECONDS
             self._begin(writer, self._resolved(writer, id))
 
     async def _resolved(self, writer: CheckpointWriter, id: str) -> None:

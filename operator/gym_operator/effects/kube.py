@@ -173,7 +173,6 @@ async def load_configuration(kubeconfig: str | None) -> Configuration:
     Raises KubeConfigError.
     """
 
-
     configuration = Configuration()
     try:
         if kubeconfig is None and SERVICE_HOST_ENV_NAME in os.environ:

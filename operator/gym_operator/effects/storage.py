@@ -60,9 +60,7 @@ class Below:
 class StackStorage:
     """The storage of one stack. `state` is what is known about it; `root` is where the cell keeps its checkpoints."""
 
-    def __init__(
-        self, kube: Kube, namespace: str, monotonic: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, kube: Kube, namespace: str, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._kube, self._namespace, self._monotonic = kube, namespace, monotonic
         self.state = _UNKNOWN
         self._spec: StorageSpec | None = None
@@ -158,6 +156,4 @@ class StackStorage:
 
 
 def _settings(s3: S3Spec) -> S3Settings:
-    return S3Settings(
-        bucket=s3.bucket, endpoint=s3.endpoint, region=s3.region, addressing_style=s3.addressing_style
-    )
+    return S3Settings(bucket=s3.bucket, endpoint=s3.endpoint, region=s3.region, addressing_style=s3.addressing_style)

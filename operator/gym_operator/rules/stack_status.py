@@ -176,9 +176,7 @@ def _waiting(seen: Observed, what: str) -> str:
     return clip("; ".join([what, *([seen.waits] if seen.waits else []), *storage, *stuck]))
 
 
-def _conditions(
-    seen: Observed, verdict: _Verdict
-) -> dict[ConditionType, tuple[ConditionStatus, str, str]]:
+def _conditions(seen: Observed, verdict: _Verdict) -> dict[ConditionType, tuple[ConditionStatus, str, str]]:
     record = seen.record
     found: dict[ConditionType, tuple[ConditionStatus, str, str]] = {
         ConditionType.READY: (verdict.ready, verdict.reason, verdict.message)

@@ -12,18 +12,23 @@ end), an index over the file in a directory, where each row is synced as it ends
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from gym_servers.participants.collection import Rollout
 from gym_servers.protocol.identity import Episode
 from gym_servers.resources.metrics import aggregate
-from gym_servers.storage.store import ObjectConflict, ObjectStore
+from gym_servers.storage.store import ObjectConflict, ObjectStore, StorageError
+
+T = TypeVar("T")
 
 ROWS = "rollouts.jsonl"
 INPUTS = "rollouts_materialized_inputs.jsonl"
@@ -55,22 +60,32 @@ class DirectoryOutput:
     def __init__(self, directory: Path, rollouts: Sequence[Rollout]) -> None:
         self._directory, self._rollouts = directory, rollouts
         self._kept: dict[str, Mapping[str, Any]] = {}
+        self._appending = threading.Lock()
 
     async def done(self) -> set[str]:
-        return await asyncio.to_thread(self._load)
+        return await self._usable(self._load)
 
     async def save(self, rollout: Rollout, episode: Episode, row: Mapping[str, Any]) -> None:
         if rollout.id not in self._kept:
             full = {**row, **identity(rollout, episode.attempt)}
-            self._kept[rollout.id] = full
-            await asyncio.to_thread(self._append, ROWS, full)
+            await self._usable(partial(self._append, ROWS, full))
+            self._kept[rollout.id] = full  # only now: a row that could not be written is written again
 
     async def save_failure(self, rollout: Rollout, episode: Episode, failure: Mapping[str, Any]) -> None:
-        await asyncio.to_thread(self._append, FAILURES, {**failure, **identity(rollout, episode.attempt)})
+        await self._usable(partial(self._append, FAILURES, {**failure, **identity(rollout, episode.attempt)}))
 
     async def finish(self, complete: bool) -> None:
         text = _metrics(list(self._kept.values()), len(self._rollouts), complete)
-        await asyncio.to_thread((self._directory / METRICS).write_bytes, text)
+        await self._usable(partial((self._directory / METRICS).write_bytes, text))
+
+    async def _usable(self, work: Callable[[], T]) -> T:
+        """Do blocking work. Raises StorageError where the directory cannot be used now."""
+        try:
+            return await asyncio.to_thread(work)
+        except OSError as error:
+            raise StorageError(
+                f"cannot use {self._directory}: {error.strerror}; check its permissions and free space"
+            ) from error
 
     def _load(self) -> set[str]:
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -86,10 +101,16 @@ class DirectoryOutput:
         return set(self._kept)
 
     def _append(self, name: str, row: Mapping[str, Any]) -> None:
-        with (self._directory / name).open("ab") as file:
-            file.write(_lines([row]))
-            file.flush()
-            os.fsync(file.fileno())
+        line = _lines([row])
+        with self._appending, (self._directory / name).open("ab", buffering=0) as file:
+            start = file.tell()
+            try:
+                if file.write(line) != len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                os.fsync(file.fileno())
+            except OSError:
+                file.truncate(start)  # half a row would spoil the next one
+                raise
 
 
 class BucketOutput:

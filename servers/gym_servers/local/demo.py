@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 
+from gym_servers.collection.tasks import TasksError, load_tasks
 from gym_servers.coordination.controller import View
 from gym_servers.coordination.record import CellRecord, Stage
 from gym_servers.engine.rows import counter_rows
@@ -25,8 +26,10 @@ from gym_servers.proof.account import Account, account
 from gym_servers.proof.history import Cut, read_cut, sort_journal
 from gym_servers.storage.locate import open_store
 from gym_servers.storage.manifest import CHECKPOINT, read_publication
+from gym_servers.storage.store import StorageError
 
 TIMEOUT_SECONDS = 180.0
+ALL = "all"  # kills every server
 
 
 @dataclass(frozen=True)
@@ -76,8 +79,10 @@ async def demo(folder: Path, options: DemoOptions, announce: Announce) -> dict[s
     """
     tasks, expected = await asyncio.to_thread(_tasks, folder, options)
     journal = folder / "journal.jsonl"
-    async with _engine(folder, journal, options.tokens_per_second) as engine:
+    async with engine_process(folder, journal, options.tokens_per_second) as engine:
         stack = local_stack(manifest(folder, engine, tasks, expected), folder)
+        if options.kill not in (*stack.settings, ALL):
+            raise DemoFailed(f"there is no server {options.kill!r} to kill; there are {', '.join(stack.settings)}")
         async with running(stack, folder, announce) as runner:
             pause, recoveries = await _scenario(runner, options)
     counted = account_of(folder, runner.controller.record, expected)
@@ -113,7 +118,10 @@ def _tasks(folder: Path, options: DemoOptions) -> tuple[Path, int]:
     if options.tasks is None:
         rows = counter_rows(options.rollouts, options.seed)
         tasks.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return tasks, sum(1 for line in tasks.read_text().splitlines() if line.strip())
+    try:
+        return tasks, len(load_tasks(str(tasks.absolute()), None))
+    except (TasksError, StorageError) as error:
+        raise DemoFailed(str(error)) from error
 
 
 def account_of(folder: Path, record: CellRecord, expected: int) -> Account:
@@ -145,7 +153,10 @@ async def _scenario(runner: Runner, options: DemoOptions) -> tuple[float, list[f
             if record.stage is Stage.STALLED or time.monotonic() > deadline:
                 raise DemoFailed(f"{what}: still {record.stage} with {runner.progress()}")
             changed.clear()
-            await changed.wait()
+            look = asyncio.create_task(changed.wait())
+            # Also woken by the loop's own end, and by nothing at all: the deadline holds in any case.
+            await asyncio.wait({loop, look}, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
+            look.cancel()
 
     def running_at(attempt: int) -> bool:
         record = runner.controller.record
@@ -160,7 +171,7 @@ async def _scenario(runner: Runner, options: DemoOptions) -> tuple[float, list[f
         for number in range(options.kills):
             await asyncio.sleep(1.0)
             attempt = runner.controller.record.attempt
-            names = [options.kill] if options.kill != "all" else list(runner.view.seen if runner.view else ())
+            names = [options.kill] if options.kill != ALL else list(runner.view.seen if runner.view else ())
             for name in names:
                 runner.host.kill(name)
             await until(f"recovery {number + 1}", partial(running_at, attempt + 1))
@@ -178,7 +189,7 @@ def _outstanding(runner: Runner) -> int:
 
 
 @asynccontextmanager
-async def _engine(folder: Path, journal: Path, rate: float) -> AsyncIterator[str]:
+async def engine_process(folder: Path, journal: Path, rate: float) -> AsyncIterator[str]:
     """A scripted engine process; its address."""
     port = free_ports(1)[0]
     arguments = ["engine", "--port", str(port), "--tokens-per-second", str(rate), "--journal", str(journal)]

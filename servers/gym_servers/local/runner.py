@@ -31,16 +31,27 @@ class Runner:
     def __init__(self, host: LocalHost, controller: CellController, announce: Announce) -> None:
         self.host, self.controller, self._announce = host, controller, announce
         self.view: View | None = None
+        self._problems: dict[str, str] = {}
 
     async def run(self, watch: Watch) -> None:
         """Look again and again; `watch` sees each look and may end the run by an exception or cancellation."""
         while True:
             try:
                 self.view = await self.controller.look()
+                self._tell("StorageError", "", "")
+                for name, one in self.view.seen.items():
+                    if one.status is not None:
+                        self._tell("Problem", name, one.status.problem)
                 await watch(self.view)
             except StorageError as error:
-                self._announce("Warning", "StorageError", str(error))
+                self._tell("StorageError", "", str(error))
             await asyncio.sleep(LOOK_SECONDS)
+
+    def _tell(self, reason: str, server: str, problem: str) -> None:
+        """Announce what keeps a server, or the coordinator itself, from its work: once, until it is something else."""
+        if problem != self._problems.get(server, "") and problem:
+            self._announce("Warning", reason, f"{server}: {problem}" if server else problem)
+        self._problems[server] = problem
 
     async def checkpoint(self, name: str) -> Outcome:
         """Take a checkpoint. Raises CheckpointFailed."""

@@ -85,8 +85,8 @@ class AgentParticipant(Participant):
     async def seed(self, session_id: str, episode: Episode, accesses: list[dict[str, Any]]) -> Session:
         """Start a session; one that its episode already has is replaced. Waits while a checkpoint is open."""
         await self._enter(episode)
-        old = self._by_key.get(episode.key)
-        if old is not None:
+        # Looked at again after each wait: of seeds that come together one session is left.
+        while (old := self._by_key.get(episode.key)) is not None:
             with self._working(episode.key, "seed"):
                 await self._free(old)
         session = Session(session_id, episode, accesses)

@@ -33,7 +33,7 @@ def reading(name: str) -> Iterator[None]:
     """Turns a missing or ill-typed field of record `name` into `invalid_checkpoint_state`."""
     try:
         yield
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ProtocolError(
             "invalid_checkpoint_state", f"record {name}: {type(error).__name__} at {error}"
         ) from error

@@ -69,14 +69,15 @@ class ResourcesParticipant(Participant):
         """Start a session; one that the episode already has is replaced, and its state freed."""
         await self._enter(episode)
         with self._working(session_id, episode, "seed"):
-            old = self._by_key.get(episode.key) if episode else None
-            if old is not None and old != session_id:
-                await self._end(old)
             await begin()
             session = ToolSession(session_id, episode)
             self._sessions[session_id] = session
             if episode is not None:
+                # Looked up last: of seeds that come together one session is left.
+                old = self._by_key.get(episode.key)
                 self._by_key[episode.key] = session_id
+                if old is not None and old != session_id:
+                    await self._end(old)
             return session
 
     async def call(
@@ -132,16 +133,21 @@ class ResourcesParticipant(Participant):
 
     async def close(self, session_id: str, episode: Episode | None) -> None:
         """End a session. Never refused by a retire mark, repeatable; waits while a checkpoint is open."""
-        while self.gate.checkpoint_open:
-            await self.gate.wait_checkpoint_closed()
-        session = self._sessions.get(session_id)
-        if session is None:
-            return
-        if session.episode is not None and episode != session.episode:
-            raise ProtocolError("stale_attempt", f"session {session_id} belongs to another attempt")
-        with self._working(session_id, episode, "close"):
+        while True:
+            while self.gate.checkpoint_open:
+                await self.gate.wait_checkpoint_closed()
+            session = self._sessions.get(session_id)
+            if session is None:
+                return
+            if session.episode is not None and episode != session.episode:
+                raise ProtocolError("stale_attempt", f"session {session_id} belongs to another attempt")
             async with session.lock:
-                await self._end(session_id)
+                # A call before us may have waited with the lock for a checkpoint to end: a close that waits for the
+                # lock must not hold that checkpoint up, so it counts as work from here on.
+                if not self.gate.checkpoint_open:
+                    with self._working(session_id, episode, "close"):
+                        await self._end(session_id)
+                    return
 
     def _find(self, session_id: str | None, episode: Episode | None) -> ToolSession:
         session = self._sessions.get(session_id or "")

@@ -10,9 +10,7 @@ from gym_servers.storage.s3 import S3Credentials, S3Store
 from gym_servers.storage.store import ObjectStore, StorageError
 
 
-def open_store(
-    uri: str, s3: S3Settings | None = None, credentials: S3Credentials | None = None
-) -> ObjectStore:
+def open_store(uri: str, s3: S3Settings | None = None, credentials: S3Credentials | None = None) -> ObjectStore:
     """The store at `uri`. `s3` gives endpoint, region and addressing; the bucket and prefix are the URI's.
     Without `credentials`, boto3 looks for them in its usual places.
 

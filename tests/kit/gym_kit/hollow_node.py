@@ -92,9 +92,7 @@ class HollowNode:
         for uid in set(self._containers) - set(pods):
             await _kill(self._containers.pop(uid))
         # All are waited for: a second look at a pod before the first has ended would start a second process.
-        results = await asyncio.gather(
-            *(self._see_to(uid, pod) for uid, pod in pods.items()), return_exceptions=True
-        )
+        results = await asyncio.gather(*(self._see_to(uid, pod) for uid, pod in pods.items()), return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException) and not isinstance(result, NotFound | Conflict):
                 raise result

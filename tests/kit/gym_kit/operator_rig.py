@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -57,6 +58,7 @@ class OperatorRig:
         self._exit = ExitStack()
         self._loop = asyncio.new_event_loop()
         self._operator: subprocess.Popen[bytes] | None = None
+        self._running_node: Future[None] | None = None
         self.health_port = free_ports(1)[0]
         self.log = folder / "operator.log"
 
@@ -74,13 +76,11 @@ class OperatorRig:
             self.kube: ApiKube = self.run(connect(str(self.kubeconfig)))
             building.callback(lambda: self.run(self.kube.close()))
             self.journal = self._serve(building, "journal", "--file", str(self.folder / "journal.jsonl"))
-            self.engine = self._serve(
-                building, "engine", "--tokens-per-second", "120", "--journal", self.journal
-            )
-            self.node = HollowNode(self.kube, self.folder / "pods", self._network)
-            node = asyncio.run_coroutine_threadsafe(self.node.run(), self._loop)
-            building.callback(lambda: self._end_node(node))
+            self.engine = self._serve(building, "engine", "--tokens-per-second", "120", "--journal", self.journal)
             self._install_crds()
+            self.node = HollowNode(self.kube, self.folder / "pods", self._network)
+            self._running_node = asyncio.run_coroutine_threadsafe(self.node.run(), self._loop)
+            building.callback(self._end_node)
             self.secret("s3-keys", self.s3.credentials.access_key, self.s3.credentials.secret_key)
             building.callback(self.kill_operator)
             self._exit = building.pop_all()
@@ -212,6 +212,8 @@ class OperatorRig:
         """Wait until it holds; the seconds that took. AssertionError names `what`, with the operator's last words."""
         began = time.monotonic()
         while not holds():
+            if self._running_node is not None and self._running_node.done():
+                self._running_node.result()  # nothing comes up any more
             if time.monotonic() - began > seconds:
                 words = self.log.read_text()[-3000:] if self.log.exists() else ""
                 raise AssertionError(f"{what}: not within {seconds:g} s; the operator says:\n{words}")
@@ -256,8 +258,9 @@ class OperatorRig:
             config=Config(s3={"addressing_style": "path"}),
         )
 
-    def _end_node(self, node: Any) -> None:
-        node.cancel()
+    def _end_node(self) -> None:
+        if self._running_node is not None:
+            self._running_node.cancel()
         # Its processes are ended in the loop; nothing else runs there by now.
         self.run(asyncio.sleep(0.5))
 

@@ -1,0 +1,157 @@
+"""The API server's part that the operator stands on, in memory: versions, conflicts, UIDs, and who is told.
+
+`before_write` is called before each write and may raise, as a network does; so a test can lose any of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import copy
+import itertools
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from gym_operator.api.objects import format_time
+from gym_operator.effects.kube import Body, Conflict, KubeError, Listing, NotFound, Resource
+
+Watcher = Callable[[Resource, bool, Body], None]
+
+
+class FakeKube:
+    """Implements gym_operator.effects.kube.Kube. `watch` is told of every change: resource, deleted, object."""
+
+    def __init__(self, wall: Callable[[], float]) -> None:
+        self._wall = wall
+        self._versions = itertools.count(1)
+        self.objects: dict[tuple[Resource, str | None, str], Body] = {}
+        self.writes: list[tuple[str, Resource, str]] = []
+        self.watch: Watcher = lambda resource, deleted, body: None
+        self.before_write: Callable[[str, Resource, str], None] = lambda verb, resource, name: None
+        self.dead = False
+
+    async def get(self, resource: Resource, namespace: str | None, name: str) -> Body:
+        self._alive()
+        return copy.deepcopy(self._found(resource, namespace, name))
+
+    async def list_all(self, resource: Resource, namespace: str | None, selector: str = "") -> Listing:
+        self._alive()
+        key, _, value = selector.partition("=")
+
+        def wanted(body: Body) -> bool:
+            labels = body["metadata"].get("labels") or {}
+            return not key or (labels.get(key) == value if value else key in labels)
+
+        items = [
+            copy.deepcopy(body)
+            for (kind, place, _), body in self.objects.items()
+            if kind == resource and namespace in (None, place) and wanted(body)
+        ]
+        return Listing(items, next(self._versions))
+
+    async def create(self, resource: Resource, namespace: str, body: Body) -> Body:
+        self._writing("create", resource, body["metadata"].get("name", ""))
+        return self.put(resource, namespace, body)
+
+    def put(self, resource: Resource, namespace: str, body: Body) -> Body:
+        """Create, as somebody else than the operator."""
+        key = (resource, namespace, body["metadata"]["name"])
+        if key in self.objects:
+            raise Conflict(409, f"{key[2]} exists already")
+        body = copy.deepcopy(body)
+        for field, value in (body.pop("stringData", None) or {}).items():
+            body.setdefault("data", {})[field] = base64.b64encode(value.encode()).decode()
+        body["metadata"] = {
+            "uid": str(uuid.uuid4()),
+            "creationTimestamp": format_time(self._wall()),
+            "generation": 1,
+            "namespace": namespace,
+            **body["metadata"],
+        }
+        return self._stored(key, body)
+
+    async def replace(self, resource: Resource, namespace: str, body: Body) -> Body:
+        self._writing("replace", resource, body["metadata"]["name"])
+        found = self._current(resource, namespace, body)
+        metadata = {**found["metadata"], **body["metadata"], "generation": found["metadata"]["generation"] + 1}
+        status = {"status": found["status"]} if "status" in found else {}
+        return self._stored((resource, namespace, metadata["name"]), {**body, "metadata": metadata, **status})
+
+    async def replace_status(self, resource: Resource, namespace: str, body: Body) -> Body:
+        self._writing("status", resource, body["metadata"]["name"])
+        found = self._current(resource, namespace, body)
+        return self._stored(
+            (resource, namespace, body["metadata"]["name"]), {**found, "status": copy.deepcopy(body["status"])}
+        )
+
+    async def delete(
+        self, resource: Resource, namespace: str, name: str, uid: str | None = None, grace_seconds: int | None = None
+    ) -> None:
+        self._writing("delete", resource, name)
+        found = self._found(resource, namespace, name)
+        if uid is not None and found["metadata"]["uid"] != uid:
+            raise Conflict(409, f"{name} has another UID")
+        self.remove(resource, namespace, name)
+
+    def remove(self, resource: Resource, namespace: str, name: str) -> None:
+        body = self.objects.pop((resource, namespace, name))
+        body["metadata"]["resourceVersion"] = str(next(self._versions))
+        self.watch(resource, True, copy.deepcopy(body))
+
+    def set(self, resource: Resource, namespace: str, name: str, **fields: Any) -> None:
+        """Change an object, as somebody else than the operator."""
+        found = self._found(resource, namespace, name)
+        self._stored((resource, namespace, name), {**found, **copy.deepcopy(fields)})
+
+    def _stored(self, key: tuple[Resource, str | None, str], body: Body) -> Body:
+        body = copy.deepcopy(body)
+        body["metadata"]["resourceVersion"] = str(next(self._versions))
+        self.objects[key] = body
+        self.watch(key[0], False, copy.deepcopy(body))
+        return copy.deepcopy(body)
+
+    def _found(self, resource: Resource, namespace: str | None, name: str) -> Body:
+        try:
+            return self.objects[resource, namespace, name]
+        except KeyError:
+            raise NotFound(404, f"there is no {resource.plural} {name}") from None
+
+    def _current(self, resource: Resource, namespace: str, body: Body) -> Body:
+        found = self._found(resource, namespace, body["metadata"]["name"])
+        for field in ("resourceVersion", "uid"):
+            if body["metadata"].get(field, found["metadata"][field]) != found["metadata"][field]:
+                raise Conflict(409, f"{body['metadata']['name']} has another {field}")
+        return found
+
+    def _writing(self, verb: str, resource: Resource, name: str) -> None:
+        self._alive()
+        self.before_write(verb, resource, name)
+        self.writes.append((verb, resource, name))
+
+    def _alive(self) -> None:
+        if self.dead:
+            raise KubeError(0, "the API server does not answer")
+
+
+class Session:
+    """One operator's way to the API server. Cut off, nothing of this operator has any effect any more, as after
+    SIGKILL: its calls neither go out nor return."""
+
+    def __init__(self, kube: FakeKube) -> None:
+        self._kube = kube
+        self.cut = False
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._kube, name)
+
+        async def through(*arguments: Any, **options: Any) -> Any:
+
+            if self.cut:
+                await asyncio.get_running_loop().create_future()
+            answer = await call(*arguments, **options)
+            if self.cut:
+                await asyncio.get_running_loop().create_future()
+            return answer
+
+        return through

@@ -1,0 +1,260 @@
+"""A whole stack under the real operator's workers in one event loop: a fake API server, real servers, virtual time.
+
+    async with operated(tmp_path, rows) as rig:
+        await rig.until(rig.in_service)
+        rig.checkpoint("one")
+        await rig.until(lambda: rig.final("one"))
+        rig.kill_operator(); rig.start_operator()
+
+A kubelet of a few lines keeps a pod for every StatefulSet, and a process of `gym_rig.cell` in every pod.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest import mock
+
+import httpx
+
+from gym_operator.api import names
+from gym_operator.api.checkpoint import TERMINAL
+from gym_operator.effects import worker as workers
+from gym_operator.effects.cache import Cache
+from gym_operator.effects.events import Events
+from gym_operator.effects.fleet import Fleet
+from gym_operator.effects.kube import CHECKPOINTS, CHILDREN, PODS, SECRETS, STACKS, Body, Kube, Resource
+from gym_operator.effects.transport import PodTransport
+from gym_operator.rules.workloads import StackContext, build_control_secret
+from gym_rig.cell import COOKIES, IDENTITY, LONGEST_SECONDS, TOKEN, Rig, rig_settings
+from gym_rig.fake_kube import FakeKube, Session
+from gym_rig.network import Alive
+from gym_rig.virtual import now
+from gym_servers.http import peers
+from gym_servers.stack.spec import parse_spec
+
+LOOK_SECONDS = 0.05
+
+
+class Operator:
+    """One operator: its fleet and what it stands on. Killed, nothing of it has any effect any more."""
+
+    def __init__(self, rig: OperatedRig) -> None:
+        self.alive = Alive()
+        self.session = Session(rig.kube)
+        transport = PodTransport(rig.cell.network.transport(self.alive))
+        kube = cast("Kube", self.session)
+        clock = asyncio.get_running_loop().time
+        services = workers.Services(
+            kube,
+            Cache(transport),
+            Events(kube, clock),
+            httpx.AsyncClient(transport=transport),
+            "gym-system",
+            clock,
+            clock,
+        )
+        self.fleet = Fleet(services)
+        self.beside = asyncio.create_task(self.fleet.run())
+
+    def told(self, resource: Resource, deleted: bool, body: Body) -> None:
+        """What its watches tell."""
+        match resource:
+            case r if r == STACKS:
+                self.fleet.stack_event(deleted, body)
+            case r if r == CHECKPOINTS:
+                self.fleet.checkpoint_event(deleted, body)
+            case r if r == PODS:
+                self.fleet.pod_event(deleted, body)
+
+
+class OperatedRig:
+    """The stack `local/rig`. `cell` has its processes; its own coordinator is not used."""
+
+    def __init__(self, folder: Path, rows: Iterable[Mapping[str, Any]], rate: float, spec: Mapping[str, Any]) -> None:
+        settings, root = rig_settings(folder, rows)
+        self.cell = Rig(folder, settings, root, rate=rate)
+        self.kube = FakeKube(asyncio.get_running_loop().time)
+        self.operator: Operator | None = None
+        self.spec = _spec(folder, spec)
+        self._containers: dict[str, tuple[str, str]] = {}
+        self._kubelet = asyncio.create_task(self._run_pods())
+        self.pods_may_start = True
+
+    # ---- the cluster --------------------------------------------------------------------------------------
+
+    def create(self) -> None:
+        """The stack, and its Secret with the tokens that the cell's processes know."""
+        context = StackContext(IDENTITY, parse_spec(self.spec), "gym-system")
+        self.kube.put(SECRETS, IDENTITY.namespace, build_control_secret(context, TOKEN, COOKIES))
+        metadata = {"name": IDENTITY.name, "uid": IDENTITY.uid}
+        self.kube.put(STACKS, IDENTITY.namespace, {"metadata": metadata, "spec": self.spec})
+
+    def change(self, **spec: Any) -> None:
+        """Change the spec."""
+        self.spec = {**self.spec, **spec}
+        found = self.kube.objects[STACKS, IDENTITY.namespace, IDENTITY.name]
+        metadata = {**found["metadata"], "generation": found["metadata"]["generation"] + 1}
+        self.kube.set(STACKS, IDENTITY.namespace, IDENTITY.name, spec=self.spec, metadata=metadata)
+
+    def checkpoint(self, name: str, **spec: Any) -> None:
+        body = {"metadata": {"name": name}, "spec": {"stackRef": {"name": IDENTITY.name}, **spec}}
+        self.kube.put(CHECKPOINTS, IDENTITY.namespace, body)
+
+    async def _run_pods(self) -> None:
+        while True:
+            self._see_to_pods()
+            await asyncio.sleep(LOOK_SECONDS)
+
+    def _see_to_pods(self) -> None:
+        """A pod for each StatefulSet that wants one, and a process in each pod."""
+        wanted = {
+            body["metadata"]["name"] + "-0": body
+            for (resource, _, _), body in self.kube.objects.items()
+            if resource == CHILDREN["StatefulSet"] and body["spec"]["replicas"] and self.pods_may_start
+        }
+        present = {name: body for (resource, _, name), body in self.kube.objects.items() if resource == PODS}
+        for name in set(self._containers) - set(present):
+            self.cell.kill(self._containers.pop(name)[0])
+        for name in set(present) - set(wanted):
+            self.kube.remove(PODS, IDENTITY.namespace, name)
+        for name, stateful_set in wanted.items():
+            if name not in present:
+                template = stateful_set["spec"]["template"]
+                metadata = {"name": name, "labels": template["metadata"]["labels"]}
+                self.kube.put(PODS, IDENTITY.namespace, {"metadata": metadata, "spec": template["spec"]})
+            else:
+                self._see_to_process(name, present[name])
+
+    def _see_to_process(self, name: str, pod: Body) -> None:
+        server = pod["metadata"]["labels"][names.SERVER_LABEL]
+        known = self._containers.get(name)
+        if known is not None and known[1].startswith(pod["metadata"]["uid"]):
+            running = self.cell.processes_by_name[server]
+            if not running.alive.died.is_set():
+                return
+            if (pod.get("status") or {}).get("containerStatuses", [{}])[0].get("state", {}).get("running"):
+                ended = {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}
+                self._tell(name, server, running.incarnation, ended)
+                return  # started again at the next look, as a kubelet does in place
+        if known is not None and not self.cell.processes_by_name[server].alive.died.is_set():
+            self.cell.kill(server)  # the one of the pod before
+        started = self.cell.start(server)
+        self._containers[name] = (server, f"{pod['metadata']['uid']}/{started.incarnation}")
+        self._tell(name, server, started.incarnation, {"running": {}})
+
+    def _tell(self, name: str, server: str, container: str, state: Body) -> None:
+        status = {
+            "phase": "Running",
+            "podIP": f"{server}-control",
+            "containerStatuses": [{"name": "server", "containerID": container, "state": state}],
+            "conditions": [{"type": "Ready", "status": "True" if "running" in state else "False"}],
+        }
+        self.kube.set(PODS, IDENTITY.namespace, name, status=status)
+
+    # ---- the operator -------------------------------------------------------------------------------------
+
+    def start_operator(self) -> Operator:
+        operator = self.operator = Operator(self)
+        for (resource, _, _), body in list(self.kube.objects.items()):
+            operator.told(resource, False, body)
+        self.kube.watch = operator.told
+        return operator
+
+    def kill_operator(self) -> None:
+        """As SIGKILL does."""
+        if self.operator is not None:
+            self.operator.session.cut = True
+            self.operator.alive.kill()
+            self.operator.beside.cancel()
+            self.kube.watch = lambda resource, deleted, body: None
+            self.operator = None
+
+    async def stop_operator(self) -> None:
+        """As SIGTERM does."""
+        if self.operator is not None:
+            await self.operator.fleet.close()
+            self.kill_operator()
+
+    # ---- looking ------------------------------------------------------------------------------------------
+
+    def status(self, resource: Resource = STACKS, name: str = IDENTITY.name) -> Body:
+        body = self.kube.objects.get((resource, IDENTITY.namespace, name)) or {}
+        status: Body = body.get("status") or {}
+        return status
+
+    def conditions(self) -> dict[str, Body]:
+        return {each["type"]: each for each in self.status().get("conditions", ())}
+
+    def record(self) -> Body:
+        cells = self.status().get("cells") or [{}]
+        record: Body = cells[0].get("record") or {}
+        return record
+
+    def in_service(self, attempt: int = 0) -> bool:
+        return self.record().get("stage") == "running" and self.record().get("attempt", 0) >= attempt
+
+    def final(self, checkpoint: str) -> bool:
+        return self.status(CHECKPOINTS, checkpoint).get("phase") in TERMINAL
+
+    def complete(self) -> bool:
+        return self.status().get("phase") == "Completed"
+
+    def phases(self) -> set[str]:
+        """Where the participants stand."""
+        return {str(one.server.participant.gate.phase) for one in self.cell.processes_by_name.values()}
+
+    async def until(self, holds: Callable[[], object], what: str = "") -> None:
+        give_up = now() + LONGEST_SECONDS
+        while not holds():
+            if self._kubelet.done():
+                self._kubelet.result()
+            if now() > give_up:
+                raise AssertionError(f"not yet: {what or holds}; the stack: {json.dumps(self.status(), indent=1)}")
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def end(self) -> None:
+        self.kill_operator()
+        self._kubelet.cancel()
+        self.cell.kill()
+        ours = asyncio.current_task()
+        for task in asyncio.all_tasks():
+            if task is not ours:
+                task.cancel()
+        await asyncio.sleep(0)
+
+
+def _spec(folder: Path, changes: Mapping[str, Any]) -> Body:
+    """The spec that the cell's settings were rendered from, as its stack would have it."""
+    return {
+        "image": "rig:1",
+        "servers": [
+            {"name": "env", "kind": "environment", "server": "single-agent-turn"},
+            {"name": "policy", "kind": "model", "server": "scripted"},
+            {"name": "agent", "kind": "agent", "server": "simple-agent"},
+            {"name": "counter", "kind": "resources", "server": "counter"},
+        ],
+        "collection": {"tasks": str(folder / "tasks.jsonl"), "output": str(folder / "output"), "concurrency": 64},
+        "checkpoints": {"storage": {"directory": str(folder / "checkpoints")}},
+        **changes,
+    }
+
+
+@asynccontextmanager
+async def operated(
+    folder: Path, rows: Iterable[Mapping[str, Any]], *, rate: float = 100.0, **spec: Any
+) -> AsyncIterator[OperatedRig]:
+    """A stack with an operator at work; everything ends on the way out."""
+    with mock.patch.object(peers, "time", SimpleNamespace(monotonic=now)):
+        rig = OperatedRig(folder, rows, rate, spec)
+        try:
+            rig.create()
+            rig.start_operator()
+            yield rig
+        finally:
+            await rig.end()

@@ -1,0 +1,157 @@
+"""One S3 server for all process tests, and a stack of real processes that keeps its checkpoints and rows there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gym_kit.bucket import REGION, SeaweedFS
+from gym_servers.coordination.checkpoint import Outcome, Progress
+from gym_servers.coordination.controller import View
+from gym_servers.coordination.record import Stage
+from gym_servers.engine.rows import counter_rows
+from gym_servers.local.demo import engine_process, manifest
+from gym_servers.local.runner import Runner, running
+from gym_servers.local.stack import local_stack
+from gym_servers.proof.account import Account, account
+from gym_servers.proof.history import read_cut, sort_journal
+from gym_servers.stack.settings import S3Settings
+from gym_servers.storage.locate import open_store
+from gym_servers.storage.manifest import CHECKPOINT, read_publication
+from gym_servers.storage.store import ObjectStore
+
+BUCKET = "gym"
+PATIENCE_SECONDS = 100.0
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
+    """A running S3 server with one bucket; its credentials are in this process's environment."""
+    with SeaweedFS(tmp_path_factory.mktemp("s3")) as server, pytest.MonkeyPatch.context() as patched:
+        server.create_bucket(BUCKET)
+        patched.setenv("AWS_ACCESS_KEY_ID", server.credentials.access_key)
+        patched.setenv("AWS_SECRET_ACCESS_KEY", server.credentials.secret_key)
+        yield server
+
+
+def document(folder: Path, engine: str, rollouts: int, endpoint: str, prefix: str) -> dict[str, Any]:
+    """The demonstration's stack with checkpoints and rows in the bucket."""
+    stack = manifest(folder, engine, folder / "tasks.jsonl", rollouts)
+    reach = {"bucket": BUCKET, "prefix": prefix, "endpoint": endpoint, "region": REGION, "addressingStyle": "path"}
+    stack["spec"]["checkpoints"]["storage"] = {"s3": reach}
+    stack["spec"]["collection"]["output"] = f"s3://{BUCKET}/{prefix}/output"
+    return stack
+
+
+@dataclass
+class Run:
+    """A collection on real processes, and what a test does to it."""
+
+    folder: Path
+    runner: Runner
+    store: Callable[[str], ObjectStore]
+    prefix: str
+    rollouts: int
+    loop: asyncio.Task[None]
+    said: list[tuple[str, str]]
+
+    async def until(self, what: str, condition: Callable[[], object]) -> None:
+        """Poll a condition; fails with where the run stood."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not condition():
+            if self.loop.done():
+                self.loop.result()
+            record = self.runner.controller.record
+            if record.stage is Stage.STALLED or time.monotonic() > deadline:
+                raise AssertionError(f"{what}: {record.stage}, {self.runner.progress()}, {self.said[-8:]}")
+            await asyncio.sleep(0.05)
+
+    async def in_service(self, attempt: int) -> None:
+        def holds() -> bool:
+            record = self.runner.controller.record
+            return record.stage is Stage.RUNNING and record.attempt >= attempt
+
+        await self.until(f"attempt {attempt}", holds)
+
+    async def progress(self, effects: int = 3) -> None:
+        """Until that many more tool effects are in the journal."""
+        before = self.effects()
+        await self.until(f"{effects} more effects", lambda: self.effects() >= before + effects)
+
+    async def end(self) -> Account:
+        """Wait for the last row; the account of the run."""
+        await self.until("the end", lambda: self.runner.progress().get("ended"))
+        return await asyncio.to_thread(self.account)
+
+    def kill(self, name: str) -> None:
+        names = [name] if name != "all" else list(self.runner.view.seen if self.runner.view else ())
+        for one in names:
+            self.runner.host.kill(one)
+
+    async def take(self, name: str, at: str = "", then: Callable[[], None] = lambda: None) -> Outcome:
+        """A checkpoint; `then` runs when it announces the phase `at`."""
+
+        async def tell(progress: Progress) -> None:
+            if progress.phase == at:
+                then()
+
+        return await self.runner.controller.take(f"{name}-{time.time_ns():x}", name, tell)
+
+    def entries(self) -> list[dict[str, Any]]:
+        text = (self.folder / "journal.jsonl").read_text()
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+    def effects(self) -> int:
+        return sum(entry["kind"] == "effect" for entry in self.entries())
+
+    def account(self) -> Account:
+        rows = self.store(f"s3://{BUCKET}/{self.prefix}/output").get("rollouts.jsonl")
+        cuts = {}
+        for recovery in self.runner.controller.record.recoveries:
+            if recovery.checkpoint is not None:
+                store = self.store(recovery.checkpoint.uri)
+                cuts[recovery.attempt] = read_cut(store, read_publication(store.get(CHECKPOINT)))
+        return account(self.rollouts, list(map(json.loads, rows.splitlines())), sort_journal(self.entries()), cuts)
+
+    def sources(self) -> list[str | None]:
+        """What each recovery continued from."""
+        recoveries = self.runner.controller.record.recoveries
+        return [one.checkpoint.name if one.checkpoint else None for one in recoveries]
+
+
+@pytest.fixture
+def collecting(s3: SeaweedFS, tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """Start a collection whose rollouts last about `steps` tool rounds each."""
+
+    @asynccontextmanager
+    async def start(rollouts: int = 4, steps: int = 12, rate: float = 120.0) -> AsyncIterator[Run]:
+        prefix = tmp_path.name.lower().replace("_", "-")
+        rows = counter_rows(rollouts, 7, (steps, steps + 3))
+        (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        said: list[tuple[str, str]] = []
+        reach = S3Settings(bucket=BUCKET, endpoint=s3.endpoint, region=REGION, addressing_style="path")
+        async with engine_process(tmp_path, tmp_path / "journal.jsonl", rate) as engine:
+            stack = local_stack(document(tmp_path, engine, rollouts, s3.endpoint, prefix), tmp_path)
+            async with running(stack, tmp_path, lambda _, reason, text: said.append((reason, text))) as runner:
+
+                async def watch(_: View) -> None:
+                    return None
+
+                loop = asyncio.create_task(runner.run(watch))
+                run = Run(tmp_path, runner, lambda uri: open_store(uri, reach), prefix, rollouts, loop, said)
+                try:
+                    await run.in_service(0)
+                    yield run
+                finally:
+                    loop.cancel()
+                    await asyncio.gather(loop, return_exceptions=True)
+
+    return start

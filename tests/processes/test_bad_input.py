@@ -1,0 +1,154 @@
+"""What a user gets wrong: the local runner says it in one line, shows no stack trace, and goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from gym_kit.bucket import SeaweedFS
+
+from gym_servers.engine.rows import counter_rows
+from gym_servers.local.demo import manifest
+
+PATIENCE_SECONDS = 90.0
+CLOSED = "http://127.0.0.1:1"
+
+
+def stack(folder: Path, endpoint: str | None, bucket: str = "gym") -> dict[str, Any]:
+    document = manifest(folder, CLOSED, folder / "tasks.jsonl", 2)
+    if endpoint is not None:
+        reach = {"bucket": bucket, "endpoint": endpoint, "addressingStyle": "path"}
+        document["spec"]["checkpoints"]["storage"] = {"s3": reach}
+        document["spec"]["collection"]["output"] = f"s3://{bucket}/out"
+    (folder / "stack.yaml").write_text(yaml.safe_dump(document))
+    (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in counter_rows(2, 1)))
+    return document
+
+
+def environment(**changes: str | None) -> dict[str, str]:
+    merged: dict[str, str | None] = {**os.environ, "AWS_EC2_METADATA_DISABLED": "true", **changes}
+    return {name: value for name, value in merged.items() if value is not None}
+
+
+@contextmanager
+def up(folder: Path, *arguments: str, **changes: str | None) -> Iterator[subprocess.Popen[bytes]]:
+    """`gym-servers up`; ended with all its servers on the way out."""
+    with (folder / "up.log").open("wb") as log:
+        command = [sys.executable, "-m", "gym_servers", "up", "stack.yaml", "--folder", "run", *arguments]
+        process = subprocess.Popen(command, cwd=folder, env=environment(**changes), stdout=log, stderr=log)
+        try:
+            yield process
+        finally:
+            process.terminate()
+            process.wait(timeout=30)
+
+
+def said(folder: Path, process: subprocess.Popen[bytes], text: str) -> str:
+    """The runner's line with `text`, once it is there; fails where the runner ends instead."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < deadline:
+        lines = (folder / "up.log").read_text().splitlines()
+        if found := [line for line in lines if text in line]:
+            return found[0]
+        assert process.poll() is None, lines
+        time.sleep(0.1)
+    raise AssertionError(f"{text!r} was not said: {lines}")
+
+
+def quiet(folder: Path) -> None:
+    """Nobody was shown a stack trace."""
+    for log in [folder / "up.log", *(folder / "run").glob("*.log")]:
+        assert "Traceback" not in log.read_text(), log.read_text()[-3000:]
+
+
+def test_a_tasks_file_that_cannot_be_used_is_named_by_line(tmp_path: Path) -> None:
+    stack(tmp_path, None)
+    with (tmp_path / "tasks.jsonl").open("a") as file:
+        file.write('{"responses_create_params": \n')
+    with up(tmp_path) as process:
+        line = said(tmp_path, process, "tasks.jsonl line 3 is not JSON")
+        assert "Problem: collection:" in line
+        assert process.poll() is None
+    quiet(tmp_path)
+
+
+def test_missing_credentials_are_named(tmp_path: Path, s3: SeaweedFS) -> None:
+    stack(tmp_path, s3.endpoint)
+    nothing = {"AWS_ACCESS_KEY_ID": None, "AWS_SECRET_ACCESS_KEY": None, "HOME": str(tmp_path)}
+    with up(tmp_path, "--every", "1s", **nothing) as process:
+        said(tmp_path, process, "no S3 credentials; give a credentials secret or a role")
+        said(tmp_path, process, "Warning StorageError:")
+        assert process.poll() is None
+    quiet(tmp_path)
+
+
+def test_wrong_credentials_are_named_and_not_shown(tmp_path: Path, s3: SeaweedFS) -> None:
+    stack(tmp_path, s3.endpoint)
+    wrong = {"AWS_ACCESS_KEY_ID": "nobody", "AWS_SECRET_ACCESS_KEY": "very-secret-key"}
+    with up(tmp_path, **wrong) as process:
+        said(tmp_path, process, "the access key is unknown")
+        assert process.poll() is None
+    quiet(tmp_path)
+    for log in (tmp_path / "up.log", *(tmp_path / "run").glob("*.log")):
+        assert "very-secret-key" not in log.read_text()
+
+
+def test_a_missing_bucket_is_named(tmp_path: Path, s3: SeaweedFS) -> None:
+    stack(tmp_path, s3.endpoint, bucket="no-such-bucket")
+    with up(tmp_path) as process:
+        line = said(tmp_path, process, "the bucket does not exist; create it or correct its name")
+        assert "no-such-bucket" in line
+        assert process.poll() is None
+    quiet(tmp_path)
+
+
+def test_an_endpoint_that_is_not_there_is_named(tmp_path: Path) -> None:
+    stack(tmp_path, CLOSED)
+    keys = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
+    with up(tmp_path, **keys) as process:
+        said(tmp_path, process, "the endpoint cannot be reached; check `endpoint`")
+        assert process.poll() is None
+    quiet(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["up", "none.yaml"], "cannot read none.yaml"),
+        (["up", "stack.yaml", "--every", "soon"], "60s, 2m or 1h"),
+        (["serve", "--settings", "none.json"], "cannot read settings none.json"),
+        (["demo", "--tasks", "none.jsonl"], "none.jsonl does not exist"),
+        (["demo", "--tasks", "stack.yaml"], "stack.yaml line 1 is not JSON"),
+        (["demo", "--kill", "nobody", "--rollouts", "1"], "there is no server 'nobody' to kill"),
+    ],
+)
+def test_a_command_that_cannot_work_ends_with_one_line(tmp_path: Path, arguments: list[str], says: str) -> None:
+    stack(tmp_path, None)
+    command = [sys.executable, "-m", "gym_servers", *arguments]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode in (1, 2)
+    assert says in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("gym-servers: ")
+
+
+def test_a_manifest_with_mistakes_names_them_all(tmp_path: Path) -> None:
+    document = stack(tmp_path, None)
+    document["spec"]["servers"][0]["kind"] = "unknown"
+    document["spec"]["typo"] = 1
+    (tmp_path / "stack.yaml").write_text(yaml.safe_dump(document))
+    command = [sys.executable, "-m", "gym_servers", "up", "stack.yaml"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "servers.0.kind" in done.stderr
+    assert "typo" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,408 @@
+"""The resources participant: effects happen once, a lost session is an error, and nothing is half done at a cut."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from gym_rig.verbs import checkpoint, commit, prepare, ready, restore, resume, start
+from gym_rig.virtual import now, settle
+from gym_servers.participants.gate import Gate
+from gym_servers.participants.resources import Hooks, ResourcesParticipant, ToolSession
+from gym_servers.protocol.errors import ProtocolError
+from gym_servers.protocol.identity import Episode
+
+R0, R1 = Episode("r", 0), Episode("r", 1)
+
+
+class Tools:
+    """A server's own state: a number per session, and what was done to it."""
+
+    def __init__(self, mode: str = "exported", *, started: bool = True) -> None:
+        self.values: dict[str, int] = {}
+        self.log: list[str] = []
+        self.turnstile = asyncio.Semaphore(1000)
+        hooks = Hooks(self.export, self.check, self.install, self.retire)
+        self.participant = ResourcesParticipant(Gate(clock=now), mode, hooks)
+        if started:
+            start(self.participant)
+
+    async def export(self, ids: Sequence[str]) -> Mapping[str, Any]:
+        return {one: self.values[one] for one in ids}
+
+    def check(self, states: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {one: int(value) for one, value in states.items()}
+
+    def install(self, states: Mapping[str, Any]) -> None:
+        self.values = dict(states)
+
+    async def retire(self, session_id: str) -> None:
+        self.values.pop(session_id, None)
+
+    async def seed(self, session: str = "s", episode: Episode | None = R0) -> ToolSession:
+        async def begin() -> None:
+            await self.turnstile.acquire()
+            self.values[session] = 0
+
+        return await self.participant.seed(session, episode, begin)
+
+    async def add(self, call: str | None = "c1", *, session: str = "s", episode: Episode | None = R0, by: int = 1) -> Any:
+        async def work(found: ToolSession) -> Any:
+            await self.turnstile.acquire()
+            self.values[found.id] += by
+            self.log.append(f"{call}")
+            return self.values[found.id]
+
+        return await self.participant.call(session, episode, "add", work, call_id=call, digest=str(by))
+
+    def hold(self) -> None:
+        self.turnstile = asyncio.Semaphore(0)
+
+
+async def code(call: Awaitable[Any]) -> str:
+    with pytest.raises(ProtocolError) as refused:
+        await call
+    return refused.value.code
+
+
+# ---- effects ----------------------------------------------------------------------------------------------
+
+
+async def test_a_repeated_call_is_answered_and_not_run_again() -> None:
+    tools = Tools()
+    await tools.seed()
+    assert [await tools.add("c1"), await tools.add("c1"), await tools.add("c2")] == [1, 1, 2]
+    assert tools.log == ["c1", "c2"]
+    assert await code(tools.add("c1", by=5)) == "checkpoint_conflict"
+    assert await tools.add(None) == 3
+    assert await tools.add(None) == 4
+
+
+async def test_a_repeat_that_comes_while_the_call_runs_waits_for_its_reply() -> None:
+    tools = Tools()
+    await tools.seed()
+    tools.hold()
+    first, second = asyncio.create_task(tools.add()), asyncio.create_task(tools.add())
+    await settle()
+    tools.turnstile.release()
+    assert [await first, await second] == [1, 1]
+    assert tools.log == ["c1"]
+
+
+async def test_a_caller_that_leaves_does_not_tear_an_effect_from_its_reply() -> None:
+    tools = Tools()
+    await tools.seed()
+    tools.hold()
+    running = asyncio.create_task(tools.add())
+    await settle()
+    running.cancel()
+    await settle()
+    assert not prepare(tools.participant)
+    tools.turnstile.release()
+    await settle()
+    assert ready(tools.participant)
+    assert b'"effects":0' in (await commit(tools.participant))["s"]
+    assert tools.log == ["c1"]
+    resume(tools.participant)
+    tools.turnstile.release()
+    assert await tools.add() == 1
+
+
+async def test_a_failed_call_is_not_kept_as_a_reply() -> None:
+    tools = Tools()
+    await tools.seed()
+
+    async def fails(_: ToolSession) -> Any:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        await tools.participant.call("s", R0, "add", fails, call_id="c1", digest="1")
+    assert await tools.add("c1") == 1
+
+
+async def test_calls_of_one_session_run_one_after_another_and_of_two_beside_each_other() -> None:
+    tools = Tools()
+    await tools.seed()
+    await tools.seed("o", Episode("o", 0))
+    tools.hold()
+    calls = [asyncio.create_task(tools.add(f"c{n}")) for n in range(3)]
+    other = asyncio.create_task(tools.add("x", session="o", episode=Episode("o", 0)))
+    await settle()
+    assert tools.participant.survey().counts["busy"] == 2
+    for _ in range(4):
+        tools.turnstile.release()
+    assert [await one for one in calls] == [1, 2, 3]
+    assert await other == 1
+
+
+# ---- who may call -----------------------------------------------------------------------------------------
+
+
+async def test_a_lost_session_is_an_error_and_never_a_fresh_one() -> None:
+    tools = Tools()
+    assert await code(tools.add()) == "session_lost"
+    await tools.seed()
+    await tools.participant.close("s", R0)
+    assert await code(tools.add()) == "session_lost"
+    assert tools.values == {}
+
+
+@pytest.mark.parametrize("episode", [Episode("other", 0), R1])
+async def test_a_session_is_bound_to_its_episode(episode: Episode) -> None:
+    tools = Tools()
+    await tools.seed()
+    assert await code(tools.add(episode=episode)) == "stale_attempt"
+    assert await code(tools.participant.close("s", episode)) == "stale_attempt"
+    assert tools.log == []
+
+
+async def test_work_without_an_episode_is_refused_where_one_is_needed() -> None:
+    tools = Tools()
+    assert await code(tools.seed(episode=None)) == "rollout_id_required"
+    await tools.seed()
+    assert await code(tools.add(episode=None)) == "rollout_id_required"
+
+
+async def test_with_checkpointing_off_sessions_need_no_episode() -> None:
+    tools = Tools()
+    tools.participant.gate = Gate(enabled=False)
+    await tools.seed(episode=None)
+    assert await tools.add(episode=None) == 1
+
+
+async def test_a_retired_attempt_has_no_effect_and_its_close_is_never_refused() -> None:
+    tools = Tools()
+    await tools.seed()
+    tools.participant.gate.fence.mark("r", 0)
+    assert await code(tools.add()) == "stale_attempt"
+    await tools.participant.close("s", R0)
+    await tools.participant.close("s", R0)
+    assert tools.participant.survey().counts["sessions"] == 0
+
+
+async def test_a_call_that_waited_behind_another_looks_at_the_watermark_again() -> None:
+    tools = Tools()
+    await tools.seed()
+    tools.hold()
+    first, second = asyncio.create_task(tools.add("c1")), asyncio.create_task(tools.add("c2"))
+    await settle()
+    tools.participant.gate.fence.mark("r", 0)
+    retiring = asyncio.create_task(tools.participant.retire([R0]))
+    tools.turnstile.release()
+    assert await first == 1
+    assert await code(second) in ("stale_attempt", "session_lost")
+    await retiring
+    assert tools.log == ["c1"]
+    assert tools.values == {}
+
+
+async def test_retire_costs_only_its_own_rollout() -> None:
+    tools = Tools()
+    await tools.seed()
+    await tools.seed("o", Episode("o", 0))
+    await tools.participant.retire([R0])
+    await tools.participant.retire([R0])
+    assert tools.values == {"o": 0}
+
+
+# ---- seed -------------------------------------------------------------------------------------------------
+
+
+async def test_a_repeated_seed_replaces_the_session_and_frees_its_state() -> None:
+    tools = Tools()
+    await tools.seed("s")
+    await tools.seed("s2")
+    assert tools.values == {"s2": 0}
+    assert await code(tools.add()) == "session_lost"
+
+
+async def test_seeds_that_come_together_leave_one_session_and_one_state() -> None:
+    tools = Tools()
+    tools.hold()
+    seeds = [asyncio.create_task(tools.seed(f"s{n}")) for n in range(4)]
+    await settle()
+    for _ in seeds:
+        tools.turnstile.release()
+    await asyncio.gather(*seeds)
+    assert len(tools.values) == 1
+    assert tools.participant.survey().counts["sessions"] == 1
+
+
+async def test_a_seed_that_fails_leaves_no_session() -> None:
+    tools = Tools()
+
+    async def fails() -> None:
+        raise ProtocolError("invalid_request", "the row")
+
+    assert await code(tools.participant.seed("s", R0, fails)) == "invalid_request"
+    assert tools.participant.survey().counts == {"sessions": 0, "busy": 0}
+
+
+# ---- checkpoints ------------------------------------------------------------------------------------------
+
+
+async def test_a_call_in_progress_holds_a_checkpoint_up_and_later_ones_wait() -> None:
+    tools = Tools()
+    await tools.seed()
+    tools.hold()
+    running = asyncio.create_task(tools.add("c1"))
+    await settle()
+    assert not prepare(tools.participant)
+    assert [(b.id, b.where) for b in tools.participant.survey().blockers] == [("r", "add")]
+    later = asyncio.create_task(tools.add("c2"))
+    await settle()
+    for _ in range(2):
+        tools.turnstile.release()
+    await running
+    assert ready(tools.participant)
+    await asyncio.sleep(100)
+    assert not later.done()
+    records = await commit(tools.participant)
+    assert json.loads(records["s"])["state"] == 1
+    resume(tools.participant)
+    assert await later == 2
+
+
+@pytest.mark.parametrize("ending", ["close", "retire"])
+async def test_the_end_of_a_session_that_waits_behind_its_calls_never_deadlocks_a_checkpoint(ending: str) -> None:
+    """A call that waits for admission holds its session's lock: what holds a checkpoint up must not wait for it."""
+    tools = Tools()
+    await tools.seed()
+    tools.hold()
+    running = [asyncio.create_task(tools.add(f"c{n}")) for n in range(2)]
+    await settle()
+    end = tools.participant.close("s", R0) if ending == "close" else tools.participant.retire([R0])
+    closing = asyncio.create_task(end)  # type: ignore[arg-type]
+    await settle()
+    prepare(tools.participant)
+    tools.turnstile.release()
+    await settle()
+    assert await running[0] == 1
+    assert ready(tools.participant), tools.participant.survey()
+    assert json.loads((await commit(tools.participant))["s"])["state"] == 1
+    resume(tools.participant)
+    tools.turnstile.release()
+    await closing
+    assert tools.values == {}
+    await asyncio.gather(*running, return_exceptions=True)
+
+
+async def test_a_close_waits_for_resume() -> None:
+    tools = Tools()
+    await tools.seed()
+    prepare(tools.participant)
+    closing = asyncio.create_task(tools.participant.close("s", R0))
+    await asyncio.sleep(100)
+    assert not closing.done()
+    assert tools.participant.survey().ready
+    resume(tools.participant)
+    await closing
+    assert tools.values == {}
+
+
+async def test_a_verify_that_may_run_again_passes_closed_admission() -> None:
+    tools = Tools()
+    await tools.seed()
+    prepare(tools.participant)
+
+    async def score(session: ToolSession) -> Any:
+        return tools.values[session.id]
+
+    assert await tools.participant.call("s", R0, "verify", score, replay=True) == 0
+    assert tools.participant.survey().ready
+    waits = asyncio.create_task(tools.participant.call("s", R0, "verify", score))
+    await asyncio.sleep(10)
+    assert not waits.done()
+    resume(tools.participant)
+    assert await waits == 0
+
+
+async def test_an_episode_that_must_restart_anyway_is_neither_waited_for_nor_exported() -> None:
+    tools = Tools()
+    await tools.seed()
+    tools.hold()
+    running = asyncio.create_task(tools.add())
+    await settle()
+    assert prepare(tools.participant, restarts=frozenset({"r"}))
+    assert await commit(tools.participant) == {}
+    tools.turnstile.release()
+    await running
+
+
+async def test_a_server_that_cannot_be_checkpointed_reports_its_episodes_as_restarts() -> None:
+    tools = Tools("restart_only")
+    await tools.seed()
+    assert prepare(tools.participant)
+    assert tools.participant.survey().restarts == {"r"}
+    assert await commit(tools.participant) == {}
+
+
+async def test_a_stateless_server_restores_its_sessions() -> None:
+    tools = Tools("stateless")
+    await tools.seed()
+    records = await checkpoint(tools.participant)
+    other = Tools("stateless", started=False)
+    assert restore(other.participant, records, "r") == ["r-a1"]
+
+
+# ---- restore ----------------------------------------------------------------------------------------------
+
+
+async def restored() -> Tools:
+    first = Tools()
+    await first.seed()
+    await first.seed("o", Episode("o", 0))
+    await first.add("c1", by=5)
+    records = await checkpoint(first.participant)
+    second = Tools(started=False)
+    restore(second.participant, records, "r")
+    resume(second.participant, "restore")
+    return second
+
+
+async def test_a_call_of_before_the_checkpoint_is_answered_also_after_the_restore() -> None:
+    tools = await restored()
+    assert tools.values == {"s": 5}
+    assert await tools.add("c1", episode=R1, by=5) == 5
+    assert await tools.add("c2", episode=R1, by=1) == 6
+    assert tools.log == ["c2"]
+    assert await code(tools.add("c1", episode=R1, by=4)) == "checkpoint_conflict"
+
+
+async def test_a_call_under_the_replaced_attempt_is_stale() -> None:
+    tools = await restored()
+    assert await code(tools.add("c2")) == "stale_attempt"
+    assert await code(tools.seed("n", R0)) == "stale_attempt"
+    assert tools.log == []
+
+
+@pytest.mark.parametrize("damage", [b"", b'{"format":1}', b'{"format":1,"session":"s","episode":"r","effects":"x"}'])
+async def test_a_record_that_cannot_be_read_is_named_and_nothing_is_installed(damage: bytes) -> None:
+    tools = Tools(started=False)
+    with pytest.raises(ProtocolError, match="record s") as refused:
+        restore(tools.participant, {"s": damage}, "r")
+    assert refused.value.code == "invalid_checkpoint_state"
+    assert tools.participant.survey().counts["sessions"] == 0
+
+
+async def test_a_state_that_the_server_refuses_installs_nothing() -> None:
+    first = Tools()
+    await first.seed()
+    records = await checkpoint(first.participant)
+    changed = {"s": json.dumps({**json.loads(records["s"]), "state": "no number"}).encode()}
+    second = Tools(started=False)
+    with pytest.raises(ProtocolError, match="session states") as refused:
+        restore(second.participant, changed, "r")
+    assert refused.value.code == "invalid_checkpoint_state"
+    assert second.participant.survey().counts["sessions"] == 0
+
+
+async def test_uninstall_leaves_nothing() -> None:
+    tools = await restored()
+    tools.participant.uninstall()
+    assert tools.values == {}
+    assert tools.participant.survey().counts["sessions"] == 0

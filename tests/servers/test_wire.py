@@ -1,0 +1,317 @@
+"""The data API over HTTP, with checkpointing on and off: what a client sees."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from gym_rig.cell import COOKIES, TOKEN, Rig, cell, rig_settings
+from gym_rig.virtual import settle
+from gym_servers import serve
+from gym_servers.engine.rows import counter_rows
+from gym_servers.http.sessions import sign, unsign
+from gym_servers.protocol import headers
+from gym_servers.protocol.errors import ProtocolError
+from gym_servers.protocol.messages import PREFIX
+
+NAMES = ("env", "policy", "agent", "counter", "collection")
+ROW = {"initial_count": 10, "expected_count": 15}
+TASK = {
+    "task_input": {"responses_create_params": {"input": "add 5 then get the count"}, "task_data": ROW},
+}
+
+
+async def post(
+    rig: Rig, server: str, path: str, body: Any, *, jar: Mapping[str, str] | None = None, **extra: str
+) -> httpx.Response:
+    sent = dict(extra)
+    if jar:
+        sent["cookie"] = "; ".join(f"{name}={value}" for name, value in jar.items())
+    async with rig.network.client() as client:
+        return await client.post(f"http://{server}{path}", json=body, headers=sent)
+
+
+async def ok(rig: Rig, server: str, path: str, body: Any, **options: Any) -> tuple[Any, dict[str, str]]:
+    response = await post(rig, server, path, body, **options)
+    assert response.is_success, response.text
+    return response.json(), dict(response.cookies)
+
+
+def code(response: httpx.Response) -> str:
+    return str(response.json()["error"]["code"])
+
+
+async def seeded(rig: Rig, key: str = "x") -> dict[str, str]:
+    """A counter session; its cookies."""
+    _, jar = await ok(rig, "counter", f"/ng-rollout/{key}/seed_session", {"resources_session_id": f"s-{key}", **ROW})
+    return jar
+
+
+async def serving(rig: Rig) -> None:
+    await rig.until(rig.running)
+
+
+def foreign(tmp_path: Path, **spec: Any) -> Any:
+    """A cell that nobody drives but the test."""
+    return cell(tmp_path, counter_rows(1, 1), collection=None, **spec)
+
+
+# ---- checkpointing off ------------------------------------------------------------------------------------
+
+
+def listened(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, **spec: Any) -> list[FastAPI]:
+    """The applications that `serve` would listen with."""
+    settings, _ = rig_settings(tmp_path, counter_rows(1, 1), **spec)
+    apps: list[FastAPI] = []
+    monkeypatch.setenv("GYM_COOKIE_SECRET", COOKIES)
+    monkeypatch.setenv("GYM_CONTROL_TOKEN", TOKEN)
+    monkeypatch.setattr(serve, "listener", lambda app, host, port: apps.append(app))
+    ran = mock.Mock()
+    monkeypatch.setattr(serve.asyncio, "run", ran)
+    monkeypatch.setattr(serve, "run", lambda listeners, server: None)
+    serve.serve(settings[name])
+    assert ran.called
+    return apps
+
+
+def paths(apps: list[FastAPI]) -> set[str]:
+    return {str(getattr(route, "path", "")) for app in apps for route in app.routes}
+
+
+@pytest.mark.parametrize("name", ["env", "policy", "agent", "counter"])
+def test_without_checkpoints_there_is_no_control_route_and_the_same_data_api(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    off = listened(tmp_path / "off", name, monkeypatch, checkpoints={"enabled": False}, collection=None)
+    on = listened(tmp_path / "on", name, monkeypatch, collection=None)
+    assert (len(off), len(on)) == (1, 2)
+    assert not [path for path in paths(off) if path.startswith(PREFIX)]
+    assert paths(on) - paths(off) == {
+        f"{PREFIX}/{verb}"
+        for verb in ("status", "prepare", "renew", "commit", "restore", "resume", "retire", "forget")
+    } | (paths(on) & {"/openapi.json"} - paths(off))
+
+
+async def test_without_checkpoints_the_data_api_needs_no_episode_and_answers_the_same(tmp_path: Path) -> None:
+    answers: dict[bool, Any] = {}
+    for enabled in (True, False):
+        checkpoints = None if enabled else {"enabled": False}
+        spec = {} if checkpoints is None else {"checkpoints": checkpoints}
+        async with foreign(tmp_path / str(enabled), **spec) as rig:
+            if enabled:
+                await serving(rig)
+            else:
+                await rig.processes()
+            body = {"episode_id": {"rollout_id": "x", "attempt": 0}, "task": TASK}
+            answers[enabled], _ = await ok(rig, "env", "/run", body)
+            if not enabled:
+                jar = (await ok(rig, "counter", "/seed_session", ROW))[1]
+                assert (await ok(rig, "counter", "/increment_counter", {"count": 5}, jar=jar))[0] == {"success": True}
+                assert (await ok(rig, "counter", "/verify", ROW, jar=jar))[0]["reward"] == 1.0
+                reply, _ = await ok(rig, "policy", "/v1/responses", {"input": "add 1"})
+                assert reply["status"] == "completed"
+                assert await post(rig, "env", f"{PREFIX}/prepare", {}) is not None
+                assert (await post(rig, "env", f"{PREFIX}/prepare", {})).status_code in (404, 405)
+    assert answers[True]["result"]["reward"] == answers[False]["result"]["reward"] == 1.0
+    assert shape(answers[True]) == shape(answers[False])
+
+
+def shape(value: Any) -> Any:
+    """A reply without what differs from one request to the next."""
+    if isinstance(value, dict):
+        return {name: shape(one) for name, one in value.items() if name not in ("id", "call_id", "created_at")}
+    return [shape(one) for one in value] if isinstance(value, list) else value
+
+
+# ---- checkpointing on -------------------------------------------------------------------------------------
+
+
+async def test_work_without_an_episode_is_refused_where_one_is_needed(tmp_path: Path) -> None:
+    async with foreign(tmp_path) as rig:
+        await serving(rig)
+        for server, path, body in (
+            ("counter", "/seed_session", ROW),
+            ("policy", "/v1/responses", {"input": "x"}),
+            ("agent", "/v1/agent_sessions", {"agent_session_id": "a"}),
+        ):
+            response = await post(rig, server, path, body)
+            assert (response.status_code, code(response)) == (400, "rollout_id_required"), server
+
+
+async def test_a_fresh_process_is_not_ready_and_takes_no_work(tmp_path: Path) -> None:
+    async with foreign(tmp_path) as rig:
+        await rig.processes()
+        async with rig.network.client() as client:
+            for name in ("env", "policy", "agent", "counter"):
+                assert (await client.get(f"http://{name}/readyz")).status_code == 503
+                assert (await client.get(f"http://{name}/livez")).status_code == 200
+        for server, path, body in (
+            ("counter", "/ng-rollout/x/seed_session", ROW),
+            ("policy", "/ng-rollout/x/v1/responses", {"input": "x"}),
+            ("agent", "/ng-rollout/x/v1/agent_sessions", {"agent_session_id": "a"}),
+            ("env", "/run", {"episode_id": {"rollout_id": "x"}, "task": TASK}),
+        ):
+            response = await post(rig, server, path, body)
+            assert (response.status_code, code(response)) == (409, "admission_closed"), server
+        await serving(rig)
+        async with rig.network.client() as client:
+            assert (await client.get("http://env/readyz")).status_code == 200
+
+
+@pytest.mark.parametrize("key", ["x-a0", "x-a01", ".x", "a%20b", "%2e%2e"])
+async def test_a_prefix_that_names_no_episode_is_refused(tmp_path: Path, key: str) -> None:
+    async with foreign(tmp_path) as rig:
+        await serving(rig)
+        response = await post(rig, "counter", f"/ng-rollout/{key}/seed_session", ROW)
+        assert (response.status_code, code(response)) == (422, "invalid_request")
+
+
+async def test_the_training_prefix_is_the_same_call(tmp_path: Path) -> None:
+    async with foreign(tmp_path) as rig:
+        await serving(rig)
+        one, _ = await ok(rig, "policy", "/ng-rollout/x/v1/responses", {"input": "add 1"}, **{headers.MODEL_CALL: "1.1"})
+        path = "/ng-rollout/x/training-token-capture/v1/responses"
+        two, _ = await ok(rig, "policy", path, {"input": "add 1"}, **{headers.MODEL_CALL: "1.1"})
+        assert one == two
+        assert sum(entry["kind"] == "tokens" and entry["last"] for entry in rig.journal()) == 1
+
+
+async def test_a_body_of_another_form_is_refused_without_repeating_it(tmp_path: Path) -> None:
+    async with foreign(tmp_path) as rig:
+        await serving(rig)
+        jar = await seeded(rig)
+        for server, path, body in (
+            ("env", "/run", {"episode_id": "SECRET", "task": TASK}),
+            ("env", "/run", {"episode_id": {"rollout_id": "x-a1"}, "task": TASK}),
+            ("env", "/run", {"episode_id": {"rollout_id": "x", "attempt": -1}, "task": TASK}),
+            ("counter", "/ng-rollout/y/seed_session", ["SECRET"]),
+            ("counter", "/ng-rollout/y/seed_session", {"initial_count": "SECRET"}),
+            ("policy", "/ng-rollout/x/v1/responses", {"input": 3}),
+            ("policy", "/ng-rollout/x/v1/responses", ["SECRET"]),
+        ):
+            response = await post(rig, server, path, body)
+            assert response.status_code == 422, (server, path, response.text)
+            assert code(response) == "invalid_request"
+            assert "SECRET" not in response.text
+        response = await post(rig, "counter", "/ng-rollout/x/increment_counter", {"count": "x"}, jar=jar)
+        assert response.status_code == 422
+        assert (await post(rig, "counter", "/ng-rollout/x/no_such_tool", {}, jar=jar)).status_code == 404
+
+
+async def test_an_activation_header_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    async with foreign(tmp_path) as rig:
+        await serving(rig)
+        _, jar = await ok(rig, "agent", "/ng-rollout/x/v1/agent_sessions", {"agent_session_id": "a"})
+        for index in ("0", "-1", "x", "1.5"):
+            sent = {headers.ACTIVATION: index}
+            response = await post(rig, "agent", "/ng-rollout/x/v1/responses", {"input": "x"}, jar=jar, **sent)
+            assert code(response) == "invalid_request"
+        sent = {headers.ACTIVATION: "2"}
+        response = await post(rig, "agent", "/ng-rollout/x/v1/responses", {"input": "x"}, jar=jar, **sent)
+        assert code(response) == "activation_out_of_order"
+
+
+async def test_a_cookie_of_another_stack_is_a_lost_session(tmp_path: Path) -> None:
+    async with foreign(tmp_path) as rig:
+        await serving(rig)
+        jar = await seeded(rig)
+        assert unsign(jar, COOKIES) == {"CounterServer___counter": {"session_id": "s-x"}}
+        for wrong in ({}, sign(unsign(jar, COOKIES), "another secret"), {next(iter(jar)): "x"}):
+            response = await post(rig, "counter", "/ng-rollout/x/increment_counter", {"count": 1}, jar=wrong)
+            assert (response.status_code, code(response)) == (409, "session_lost")
+        with pytest.raises(ProtocolError, match="session_lost"):
+            unsign(jar, "another secret")
+
+
+async def test_tools_can_only_be_named_by_peers_of_this_cell(tmp_path: Path) -> None:
+    async with foreign(tmp_path) as rig:
+        await serving(rig)
+        body = {"agent_session_id": "a", "tool_accesses": [{"kind": "direct_http", "base_url": "http://evil"}]}
+        response = await post(rig, "agent", "/ng-rollout/x/v1/agent_sessions", body)
+        assert code(response) == "invalid_request"
+
+
+# ---- duplicates, and calls under a replaced attempt ---------------------------------------------------------
+
+
+async def test_a_duplicate_run_joins_and_another_task_is_refused(tmp_path: Path) -> None:
+    async with foreign(tmp_path) as rig:
+        await serving(rig)
+        body = {"episode_id": {"rollout_id": "x", "attempt": 0}, "task": TASK}
+        first = asyncio.create_task(post(rig, "env", "/run", body))
+        await settle()
+        other = {**body, "task": {"task_input": {"responses_create_params": {"input": "else"}}}}
+        response = await post(rig, "env", "/run", other)
+        assert (response.status_code, code(response)) == (409, "checkpoint_conflict")
+        second, third = await post(rig, "env", "/run", body), await first
+        assert second.json() == third.json() == (await post(rig, "env", "/run", body)).json()
+        assert second.json()["result"]["reward"] == 1.0
+        assert sum(entry["kind"] == "seed" for entry in rig.journal()) == 1
+        assert rig.effects() == 1
+
+
+async def recovered(rig: Rig) -> None:
+    """A checkpoint, a death, and the cell in service again under attempt 1."""
+    await rig.checkpoint("one")
+    rig.kill("policy")
+    await rig.until(lambda: rig.running(1))
+
+
+async def test_every_stale_call_of_a_client_has_no_effect_after_a_restore(tmp_path: Path) -> None:
+    async with foreign(tmp_path) as rig:
+        await serving(rig)
+        body = {"episode_id": {"rollout_id": "x", "attempt": 0}, "task": TASK}
+        run = asyncio.create_task(post(rig, "env", "/run", body))
+        while not rig.effects():
+            await asyncio.sleep(0.1)
+        (session,) = rig.participant("counter")._sessions
+        (agent_session,) = rig.participant("agent")._sessions
+        await recovered(rig)
+        run.cancel()
+        effects, generated = rig.effects(), len(rig.journal())
+        tools = sign({"CounterServer___counter": {"session_id": session}}, COOKIES)
+        agent = sign({"SimpleAgent___agent": {"session_id": agent_session}}, COOKIES)
+        activation, call = {headers.ACTIVATION: "1"}, {headers.MODEL_CALL: "1.9"}
+        for server, path, sent, jar, extra in (
+            ("env", "/run", body, {}, {}),
+            ("counter", "/ng-rollout/x/increment_counter", {"count": 1}, tools, {headers.TOOL_CALL: "late"}),
+            ("counter", "/ng-rollout/x/seed_session", ROW, {}, {}),
+            ("policy", "/ng-rollout/x/v1/responses", {"input": "add 1"}, {}, call),
+            ("agent", "/ng-rollout/x/v1/responses", TASK["task_input"]["responses_create_params"], agent, activation),
+            ("agent", "/ng-rollout/x/v1/agent_sessions", {"agent_session_id": "late"}, {}, {}),
+            ("env", "/run", {**body, "episode_id": {"rollout_id": "new", "attempt": 0}}, {}, {}),
+        ):
+            response = await post(rig, server, path, sent, jar=jar, **extra)
+            assert (response.status_code, code(response)) == (409, "stale_attempt"), (server, path)
+        assert (rig.effects(), len(rig.journal())) == (effects, generated)
+        answer, _ = await ok(rig, "env", "/run", {**body, "episode_id": {"rollout_id": "x", "attempt": 1}})
+        assert answer["result"]["reward"] == 1.0
+
+
+async def test_a_tool_call_of_before_the_cut_is_answered_after_the_restore(tmp_path: Path) -> None:
+    async with foreign(tmp_path) as rig:
+        await serving(rig)
+        jar = await seeded(rig)
+        once = {headers.TOOL_CALL: "call-1"}
+        await ok(rig, "counter", "/ng-rollout/x/increment_counter", {"count": 5}, jar=jar, **once)
+        outcome = await rig.checkpoint("one")
+        assert outcome.publication.episodes == []  # the environment knows of no episode x: nothing is restored
+        assert rig.effects() == 1
+        await ok(rig, "counter", "/ng-rollout/x/increment_counter", {"count": 5}, jar=jar, **once)
+        assert rig.effects() == 1
+
+
+async def test_the_control_api_is_not_on_the_data_port(tmp_path: Path) -> None:
+    async with foreign(tmp_path) as rig:
+        await serving(rig)
+        async with rig.network.client() as client:
+            for name in ("env", "policy", "agent", "counter"):
+                response = await client.get(f"http://{name}{PREFIX}/status", headers={"authorization": f"Bearer {TOKEN}"})
+                assert response.status_code in (404, 405)
