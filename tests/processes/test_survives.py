@@ -35,7 +35,9 @@ async def test_each_kind_of_server_dies_in_turn_and_then_all_at_once(collecting:
         assert run.sources() == [f"before-{victim}" for victim in victims]
 
 
-async def test_a_death_while_a_checkpoint_is_open_and_again_during_the_recovery(collecting: Callable[..., Any]) -> None:
+async def test_a_death_while_a_checkpoint_is_open_and_again_during_the_recovery(
+    collecting: Callable[..., Any],
+) -> None:
     async with collecting(steps=24) as run:
         await run.progress()
         await run.take("good")

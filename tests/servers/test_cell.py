@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from gym_rig.cell import cell
+from gym_servers.collection.output import DirectoryOutput
+from gym_servers.coordination.checkpoint import Progress
+from gym_servers.coordination.record import Stage
 from gym_servers.engine.rows import counter_rows
 
 NAMES = ("env", "policy", "agent", "counter", "collection")
@@ -34,3 +40,153 @@ async def test_a_death_after_a_checkpoint_continues_from_it(tmp_path: Path, vict
         assert (counted.rows, counted.reward_mean, counted.restarted) == (4, 1.0, 0)
         assert counted.continued == 4
         assert rig.controller.record.attempt == 1
+
+
+@pytest.mark.parametrize("phase", ["Preparing", "Committing", "Publishing"])
+@pytest.mark.parametrize("victim", ["env", "agent", "collection"])
+async def test_a_death_while_a_checkpoint_is_open_is_settled_before_anything_is_chosen(
+    tmp_path: Path, phase: str, victim: str
+) -> None:
+    async with cell(tmp_path, counter_rows(3, 2)) as rig:
+        await rig.until(lambda: rig.effects() >= 3)
+        await rig.checkpoint("good")
+        await rig.until(lambda: rig.effects() >= 6)
+
+        async def tell(progress: Progress) -> None:
+            if progress.phase == phase:
+                rig.kill(victim)
+
+        taken = asyncio.ensure_future(rig.controller.take("open-id", "open", tell))
+        await rig.until(lambda: taken.done() and rig.running(1))
+        published = phase == "Publishing"
+        assert (taken.exception() is None) == published
+        choice = rig.controller.record.recoveries[-1].checkpoint
+        assert choice is not None
+        assert choice.name == ("open" if published else "good")
+        assert rig.controller.record.open is None
+        await rig.until(rig.complete)
+        counted = rig.account(3)
+        assert counted.problems == []
+        assert (counted.rows, counted.reward_mean, counted.continued) == (3, 1.0, 3)
+
+
+@pytest.mark.parametrize("victim", NAMES)
+async def test_a_second_death_during_the_recovery_restores_the_same_checkpoint(tmp_path: Path, victim: str) -> None:
+    async with cell(tmp_path, counter_rows(3, 2)) as rig:
+        await rig.until(lambda: rig.effects() >= 3)
+        await rig.checkpoint("good")
+        rig.kill("agent")
+        await rig.until(lambda: rig.controller.record.stage is Stage.STARTING and rig.controller.record.pins)
+        rig.kill(victim)
+        await rig.until(lambda: rig.running(2))
+        sources = {one.checkpoint and one.checkpoint.name for one in rig.controller.record.recoveries}
+        assert sources == {"good"}
+        await rig.until(rig.complete)
+        counted = rig.account(3)
+        assert counted.problems == []
+        assert (counted.rows, counted.continued) == (3, 3)
+
+
+@pytest.mark.parametrize("moment", [0.0, 0.05, 0.3, 1.0, 3.0])
+async def test_a_coordinator_that_dies_at_any_moment_is_taken_over_from(tmp_path: Path, moment: float) -> None:
+    """Its successor knows only the record: the checkpoint is settled, everybody is reopened, the run ends."""
+    async with cell(tmp_path, counter_rows(3, 2)) as rig:
+        await rig.until(lambda: rig.effects() >= 3)
+        before = rig.controller
+
+        async def tell(_: Progress) -> None:
+            await asyncio.sleep(0.02)
+
+        taken = asyncio.ensure_future(before.take("open-id", "open", tell))
+        await asyncio.sleep(moment)
+        lost = before._checkpoint
+        assert lost is not None
+        for task in (taken, lost):
+            task.cancel()
+        # What a dead coordinator had still done in its last breath is undone: nobody was resumed by it.
+        rig.controller = rig.coordinator(rig.saved[-1])
+        await rig.until(lambda: rig.controller.record.open is None)
+        await rig.checkpoint("next")
+        rig.kill("counter")
+        await rig.until(rig.complete)
+        counted = rig.account(3)
+        assert counted.problems == []
+        assert (counted.rows, counted.reward_mean) == (3, 1.0)
+        await asyncio.gather(taken, lost, return_exceptions=True)
+
+
+async def test_a_cell_that_makes_no_progress_gives_up_and_says_so(tmp_path: Path) -> None:
+    async with cell(tmp_path, counter_rows(1, 1), recovery={"backoffLimit": 2}) as rig:
+        for attempt in (1, 2):
+            await rig.until(rig.running)
+            rig.kill("env")
+            await rig.until(lambda attempt=attempt: rig.running(attempt))
+        rig.kill("env")
+        await rig.until(lambda: rig.controller.record.stage is Stage.STALLED)
+        assert rig.said[-1][1] == "RecoveryStalled"
+        assert rig.controller.record.attempt == 2
+
+
+@pytest.mark.parametrize("what", ["checkpoint.json", "manifest.json"])
+async def test_records_that_are_damaged_after_they_were_chosen_fall_back_to_the_older_ones(
+    tmp_path: Path, what: str
+) -> None:
+    """Also `checkpoint.json` itself: the choice names it by digest."""
+    async with cell(tmp_path, counter_rows(2, 2)) as rig:
+        await rig.until(lambda: rig.effects() >= 2)
+        await rig.checkpoint("older")
+        await rig.until(lambda: rig.effects() >= 4)
+        newer = await rig.checkpoint("newer")
+        rig.kill("agent")
+        await rig.until(lambda: rig.controller.record.stage is Stage.REPLACING)
+        for path in Path(newer.uri).rglob(what):
+            path.unlink()
+            path.write_bytes(b"{}")
+        await rig.until(lambda: rig.running(1) or rig.running(2))
+        choice = rig.controller.record.recoveries[-1].checkpoint
+        assert choice is not None
+        assert choice.name == "older"
+        assert any(reason == "RecordsRefused" for _, reason, _ in rig.said)
+        await rig.until(rig.complete)
+        assert rig.account(2).problems == []
+
+
+async def test_a_checkpoint_that_vanished_after_it_was_chosen_is_no_reason_to_wait_for_ever(tmp_path: Path) -> None:
+    async with cell(tmp_path, counter_rows(2, 2)) as rig:
+        await rig.until(lambda: rig.effects() >= 2)
+        only = await rig.checkpoint("only")
+        rig.kill("agent")
+        await rig.until(lambda: rig.controller.record.stage is Stage.REPLACING)
+        shutil.rmtree(only.uri)
+        await rig.until(rig.complete)
+        assert rig.controller.record.recoveries[-1].checkpoint is None
+        counted = rig.account(2)
+        assert counted.problems == []
+        assert counted.restarted == 2
+
+
+async def test_a_row_that_is_ahead_of_the_checkpoint_is_kept_and_its_episode_is_retired_everywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the output answers only after the cell is in service again."""
+    async with cell(tmp_path, counter_rows(3, 2)) as rig:
+        await rig.until(lambda: rig.effects() >= 3)
+        await rig.checkpoint("early")
+        await rig.until(lambda: rig.progress().get("rows", 0) >= 1)
+        rows = rig.progress()["rows"]
+        original = DirectoryOutput.done
+
+        async def slow(self: DirectoryOutput) -> set[str]:
+            await asyncio.sleep(30)
+            return await original(self)
+
+        monkeypatch.setattr(DirectoryOutput, "done", slow)
+        rig.kill("collection")
+        await rig.until(lambda: rig.running(1))
+        await rig.until(rig.complete)
+        for name in ("env", "agent", "counter", "policy"):
+            counts = rig.participant(name).survey().counts
+            assert not any(counts.values()), (name, counts)
+        lines = (tmp_path / "output/rollouts.jsonl").read_text().splitlines()
+        attempts = [json.loads(line)["_ng_attempt_index"] for line in lines]
+        assert (len(attempts), attempts.count(0)) == (3, rows)

@@ -34,7 +34,9 @@ Answer = RunResult | Exception
 class Driver:
     """A collection of `count` rollouts whose environment answers when a test says so."""
 
-    def __init__(self, folder: Path, count: int = 2, *, started: bool = True, bucket: bool = False, **options: Any) -> None:
+    def __init__(
+        self, folder: Path, count: int = 2, *, started: bool = True, bucket: bool = False, **options: Any
+    ) -> None:
         self.folder = folder
         self.rollouts = [Rollout(f"{n}-0", {"n": n}, n, 0) for n in range(count)]
         self.output: Any = (
@@ -300,7 +302,9 @@ async def test_a_request_that_was_never_admitted_does_not_hold_the_commit_up(tmp
     driver.stop()
 
 
-async def test_an_attempt_is_never_used_twice_when_a_checkpoint_opens_while_it_is_made_durable(tmp_path: Path) -> None:
+async def test_an_attempt_is_never_used_twice_when_a_checkpoint_opens_while_it_is_made_durable(
+    tmp_path: Path,
+) -> None:
     driver = Driver(tmp_path, 1)
     await driver.begun()
     frozen = committing(driver)
@@ -366,7 +370,9 @@ async def test_a_restored_attempt_that_is_lost_starts_over_above_it(tmp_path: Pa
     assert driver.sent == ["0-0-a1", "0-0-a2"]
 
 
-@pytest.mark.parametrize("records", [{}, {RECORD: b""}, {RECORD: b'{"format":1}'}, {RECORD: b'{"format":1,"attempts":[],"failed":3}'}])
+@pytest.mark.parametrize(
+    "records", [{}, {RECORD: b""}, {RECORD: b'{"format":1}'}, {RECORD: b'{"format":1,"attempts":[],"failed":3}'}]
+)
 async def test_a_record_that_cannot_be_read_is_refused(tmp_path: Path, records: dict[str, bytes]) -> None:
     driver = Driver(tmp_path, 1, started=False)
     with pytest.raises(ProtocolError) as refused:

@@ -382,7 +382,9 @@ async def test_a_start_over_drops_the_unclaimed_record() -> None:
     assert participant.survey().counts["unclaimed"] == 0
 
 
-@pytest.mark.parametrize("damage", [b"", b"{}", b'{"format":1}', b'{"format":1,"digest":"d","stage":"s","state":3}', b"[1]"])
+@pytest.mark.parametrize(
+    "damage", [b"", b"{}", b'{"format":1}', b'{"format":1,"digest":"d","stage":"s","state":3}', b"[1]"]
+)
 async def test_a_record_that_cannot_be_read_is_named(damage: bytes) -> None:
     participant = environment(started=False)
     with pytest.raises(ProtocolError, match="record r") as refused:

@@ -3,19 +3,237 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from gym_operator.effects.kube import CHECKPOINTS, CHILDREN, PODS, STACKS
+import pytest
+
+from gym_operator.effects.kube import CHECKPOINTS, PODS, STACKS
+from gym_operator.rules.cell_record import from_document
 from gym_rig.cell import IDENTITY
-from gym_rig.operated import operated
+from gym_rig.operated import OperatedRig, operated
 from gym_servers.engine.rows import counter_rows
+from gym_servers.local.demo import account_of
+from gym_servers.storage.locate import open_store
+from gym_servers.storage.manifest import CHECKPOINT, read_publication
+from gym_servers.storage.store import ObjectMissing
+
+ROWS = 6
+
+
+def rows(count: int = ROWS) -> Any:
+    return counter_rows(count, 1)
+
+
+async def under_way(rig: OperatedRig) -> None:
+    await rig.until(rig.in_service, "in service")
+    await rig.until(lambda: rig.cell.effects() >= 2, "tools were called")
+
+
+async def taken(rig: OperatedRig, name: str) -> dict[str, Any]:
+    rig.checkpoint(name)
+    await rig.until(lambda: rig.final(name), f"{name} is final")
+    return rig.status(CHECKPOINTS, name)
+
+
+async def to_the_end(rig: OperatedRig) -> None:
+    """Every rollout has one row, and no tool effect of the surviving history happened twice or not at all."""
+    await rig.until(rig.complete, "complete")
+    record = from_document(rig.record())
+    assert record is not None
+    counted = account_of(rig.cell.folder, record, ROWS)
+    assert counted.ok, counted.problems
 
 
 async def test_a_collection_runs_to_its_end(tmp_path: Path) -> None:
-    async with operated(tmp_path, counter_rows(4, 1)) as rig:
-        await rig.until(rig.in_service, "in service")
-        await rig.until(rig.complete, "complete")
+    async with operated(tmp_path, rows()) as rig:
+        await to_the_end(rig)
         status = rig.status()
-        assert status["cells"][0]["collection"] == {"expected": 4, "rows": 4, "failed": 0, "complete": True}
+        assert status["cells"][0]["collection"] == {"expected": ROWS, "rows": ROWS, "failed": 0, "complete": True}
         assert rig.conditions()["Ready"]["reason"] == "CollectionComplete"
         assert rig.conditions()["StorageReady"]["status"] == "True"
         assert {each["phase"] for each in status["cells"][0]["participants"]} == {"idle"}
+
+
+async def test_a_deleted_pod_is_recovered_from_the_checkpoint(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows()) as rig:
+        await under_way(rig)
+        status = await taken(rig, "one")
+        assert status["phase"] == "Succeeded", status
+        assert rig.status()["lastCheckpoint"]["name"] == "one" or await rig.until(
+            lambda: rig.status()["lastCheckpoint"]["name"] == "one"
+        )
+        rig.kube.remove(PODS, IDENTITY.namespace, "rig-agent-0")
+        await rig.until(lambda: rig.in_service(1), "recovered")
+        recovery = rig.status()["cells"][0]["recoveries"][-1]
+        assert recovery["checkpoint"] == status["checkpointID"]
+        assert recovery["reason"] == "agent is gone"
+        await to_the_end(rig)
+
+
+async def test_a_container_that_dies_in_place_is_recovered(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows()) as rig:
+        await under_way(rig)
+        assert (await taken(rig, "one"))["phase"] == "Succeeded"
+        pods = {name: body["metadata"]["uid"] for (kind, _, name), body in rig.kube.objects.items() if kind == PODS}
+        rig.cell.kill("env")
+        await rig.until(lambda: rig.in_service(1), "recovered")
+        assert "OOMKilled, exit code 137" in rig.status()["cells"][0]["recoveries"][-1]["reason"]
+        fresh = {name: body["metadata"]["uid"] for (kind, _, name), body in rig.kube.objects.items() if kind == PODS}
+        assert all(fresh[name] != uid for name, uid in pods.items() if name != "rig-env-0")
+        await to_the_end(rig)
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("write", range(1, 13))
+async def test_an_operator_killed_at_any_write_of_a_checkpoint(tmp_path: Path, write: int, after: bool) -> None:
+    """SIGKILL at any point ends in a final checkpoint that says what storage says, participants in service, and a
+    next checkpoint that works."""
+    async with operated(tmp_path, rows()) as rig:
+        await under_way(rig)
+        assert rig.operator is not None
+        rig.operator.session.cut_at(write, after=after)
+        rig.checkpoint("torn")
+        await rig.until(lambda: rig.operator is None or rig.complete() or rig.final("torn"), "killed")
+        rig.kill_operator()
+        rig.start_operator()
+        await rig.until(lambda: rig.final("torn"), "final")
+        torn = rig.status(CHECKPOINTS, "torn")
+        assert torn["phase"] in ("Succeeded", "Failed")
+        assert (torn["phase"] == "Succeeded") == published(torn), torn
+        assert (await taken(rig, "next"))["phase"] == "Succeeded"
+        assert "open" not in rig.record()
+        assert rig.record().get("attempt", 0) == 0, "nobody died"
+        await to_the_end(rig)
+        assert rig.phases() == {"idle"}
+
+
+def published(status: dict[str, Any]) -> bool:
+    if "uri" not in status:
+        return False
+    try:
+        return read_publication(open_store(status["uri"]).get(CHECKPOINT)).state == "published"
+    except ObjectMissing:
+        return False
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("write", range(1, 15, 2))
+async def test_an_operator_killed_at_any_write_of_a_recovery(tmp_path: Path, write: int, after: bool) -> None:
+    async with operated(tmp_path, rows()) as rig:
+        await under_way(rig)
+        assert (await taken(rig, "one"))["phase"] == "Succeeded"
+        assert rig.operator is not None
+        rig.operator.session.cut_at(write, after=after)
+        rig.kube.remove(PODS, IDENTITY.namespace, "rig-counter-0")
+        await rig.until(lambda: rig.operator is None or rig.complete(), "killed")
+        rig.kill_operator()
+        rig.start_operator()
+        await rig.until(lambda: rig.in_service(1), "recovered")
+        await to_the_end(rig)
+        attempts = [recovery["attempt"] for recovery in rig.status()["cells"][0]["recoveries"]]
+        assert attempts == sorted(set(attempts))
+
+
+async def test_a_stack_deleted_in_a_checkpoint_lets_go(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows()) as rig:
+        await under_way(rig)
+        rig.checkpoint("lost")
+        await rig.reaches("lost", "Preparing")
+        rig.kube.remove(STACKS, IDENTITY.namespace, IDENTITY.name)
+        await rig.until(lambda: rig.final("lost"), "final")
+        assert rig.status(CHECKPOINTS, "lost")["phase"] == "Failed"
+
+
+async def test_a_deleted_checkpoint_is_given_up(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows()) as rig:
+        await under_way(rig)
+        rig.checkpoint("unwanted")
+        await rig.reaches("unwanted", "Preparing")
+        uri = rig.status(CHECKPOINTS, "unwanted")["uri"]
+        rig.kube.remove(CHECKPOINTS, IDENTITY.namespace, "unwanted")
+        await rig.until(lambda: "open" not in rig.record(), "settled")
+        assert not published({"uri": uri})
+        assert (await taken(rig, "next"))["phase"] == "Succeeded"
+
+
+async def test_checkpoints_are_taken_one_after_the_other(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows()) as rig:
+        await under_way(rig)
+        for name in ("c", "a", "b"):  # of one second: their names decide
+            rig.checkpoint(name)
+        await rig.until(lambda: all(rig.final(name) for name in "abc"), "all final")
+        places = [rig.status(CHECKPOINTS, name)["uri"].rsplit("/", 1)[1][7:13] for name in "abc"]
+        assert places == ["000001", "000002", "000003"]
+
+
+async def test_a_suspended_stack_continues(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows()) as rig:
+        await under_way(rig)
+        kept = await taken(rig, "kept")
+        rig.change(suspend=True)
+        await rig.until(lambda: rig.status()["phase"] == "Suspended", "suspended")
+        await rig.until(lambda: not any(kind == PODS for kind, _, _ in rig.kube.objects), "no pods")
+        rig.change(suspend=False)
+        await rig.until(lambda: rig.in_service(1), "in service again")
+        assert rig.status()["cells"][0]["recoveries"][-1]["checkpoint"] == kept["checkpointID"]
+        await to_the_end(rig)
+
+
+async def test_a_stack_that_has_given_up_is_tried_again_when_asked(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows(), recovery={"backoffLimit": 0}) as rig:
+        await under_way(rig)
+        rig.cell.kill("agent")
+        await rig.until(lambda: rig.status()["phase"] == "Failed", "given up")
+        assert rig.conditions()["Stalled"]["reason"] == "BackoffLimitExceeded"
+        rig.change(recovery={"backoffLimit": 1})
+        await rig.until(lambda: rig.in_service(1), "in service again")
+        assert rig.conditions()["Stalled"]["status"] == "False"
+
+
+async def test_without_checkpoints_readiness_is_the_pods_own(tmp_path: Path) -> None:
+    checkpoints = {"enabled": False, "storage": {"directory": str(tmp_path / "checkpoints")}}
+    async with operated(tmp_path, rows(), checkpoints=checkpoints) as rig:
+        await rig.until(lambda: rig.conditions().get("Ready", {}).get("status") == "True", "ready")
+        refused = await taken(rig, "any")
+        assert refused["reason"] == "CheckpointsDisabled"
+        assert "Checkpointing" not in rig.conditions()
+
+
+async def test_a_checkpoint_without_its_stack_fails_in_time(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows()) as rig:
+        rig.checkpoint("astray", stackRef={"name": "other"})
+        await rig.until(lambda: rig.status(CHECKPOINTS, "astray").get("phase") == "Pending", "held")
+        await rig.until(lambda: rig.final("astray"), "final")
+        assert rig.status(CHECKPOINTS, "astray")["reason"] == "StackNotFound"
+
+
+async def test_a_stopped_operator_gives_up_what_it_takes(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows()) as rig:
+        await under_way(rig)
+        rig.checkpoint("stopped")
+        await rig.reaches("stopped", "Preparing")
+        await rig.stop_operator()
+        assert rig.status(CHECKPOINTS, "stopped")["reason"] == "OperatorStopped"
+        assert rig.phases() == {"idle"}
+
+
+async def test_a_second_operator_is_noticed(tmp_path: Path) -> None:
+    """Two at once, which nothing but a mistake brings about, do no harm: each write rests on what it knows."""
+    async with operated(tmp_path, rows()) as rig:
+        await under_way(rig)
+        first = rig.operator
+        assert first is not None
+        second = rig.start_operator()
+
+        def both(resource: Any, deleted: bool, body: Any) -> None:
+            first.told(resource, deleted, body)
+            second.told(resource, deleted, body)
+
+        rig.kube.watch = both
+        assert (await taken(rig, "one"))["phase"] in ("Succeeded", "Failed")
+        rig.kube.remove(PODS, IDENTITY.namespace, "rig-agent-0")
+        await rig.until(lambda: rig.in_service(1), "recovered")
+        first.session.cut = True
+        first.alive.kill()
+        first.beside.cancel()
+        await to_the_end(rig)

@@ -50,7 +50,9 @@ class Tools:
 
         return await self.participant.seed(session, episode, begin)
 
-    async def add(self, call: str | None = "c1", *, session: str = "s", episode: Episode | None = R0, by: int = 1) -> Any:
+    async def add(
+        self, call: str | None = "c1", *, session: str = "s", episode: Episode | None = R0, by: int = 1
+    ) -> Any:
         async def work(found: ToolSession) -> Any:
             await self.turnstile.acquire()
             self.values[found.id] += by

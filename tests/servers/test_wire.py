@@ -176,7 +176,9 @@ async def test_a_prefix_that_names_no_episode_is_refused(tmp_path: Path, key: st
 async def test_the_training_prefix_is_the_same_call(tmp_path: Path) -> None:
     async with foreign(tmp_path) as rig:
         await serving(rig)
-        one, _ = await ok(rig, "policy", "/ng-rollout/x/v1/responses", {"input": "add 1"}, **{headers.MODEL_CALL: "1.1"})
+        one, _ = await ok(
+            rig, "policy", "/ng-rollout/x/v1/responses", {"input": "add 1"}, **{headers.MODEL_CALL: "1.1"}
+        )
         path = "/ng-rollout/x/training-token-capture/v1/responses"
         two, _ = await ok(rig, "policy", path, {"input": "add 1"}, **{headers.MODEL_CALL: "1.1"})
         assert one == two
@@ -313,5 +315,7 @@ async def test_the_control_api_is_not_on_the_data_port(tmp_path: Path) -> None:
         await serving(rig)
         async with rig.network.client() as client:
             for name in ("env", "policy", "agent", "counter"):
-                response = await client.get(f"http://{name}{PREFIX}/status", headers={"authorization": f"Bearer {TOKEN}"})
+                response = await client.get(
+                    f"http://{name}{PREFIX}/status", headers={"authorization": f"Bearer {TOKEN}"}
+                )
                 assert response.status_code in (404, 405)

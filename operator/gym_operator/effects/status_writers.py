@@ -53,6 +53,7 @@ class StackWriter:
         self._writing = asyncio.Lock()
         self.status = StackStatus()
         self.record: CellRecord | None = None
+        self._unanswered: CellRecord | None = None
 
     async def load(self) -> Body:
         """Read the stack afresh, and believe it. Raises Gone, KubeError, ValueError."""
@@ -95,10 +96,15 @@ class StackWriter:
                 raise Gone(str(error)) from error
             except Conflict:
                 current = await _current(self._kube, STACKS, self._namespace, self._name, self._uid)
-                if _record_of(current) != self.record:
+                theirs = _record_of(current)
+                if theirs not in (self.record, self._unanswered):
                     raise Superseded("another operator has written the record of this cell") from None
+                self.record = theirs
                 self._version = current["metadata"]["resourceVersion"]
                 continue
+            except KubeError:
+                self._unanswered = record  # it may have been written all the same
+                raise
             self._version = written["metadata"]["resourceVersion"]
             self.status, self.record = status, record
             return

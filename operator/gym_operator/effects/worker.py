@@ -52,6 +52,8 @@ BUSY_SECONDS: Final = 0.25
 CALM_SECONDS: Final = 1.0
 TROUBLE_SECONDS: Final = 1.0
 """After a pass that failed."""
+STAND_BY_SECONDS: Final = 30.0
+"""After another operator was noticed: two that take turns would undo each other's recoveries."""
 ENSURE_SECONDS: Final = 60.0
 """Between looks at children that nobody should have touched."""
 ENSURE_STARTING_SECONDS: Final = 10.0
@@ -115,6 +117,7 @@ class StackWorker:
         self._observed: Observed | None = None
         self._token = ""
         self._loaded = False
+        self._stand_by_until = float("-inf")
         self._ensured: Ensured | None = None
         self._refreshed = self._written = float("-inf")
         self._moving_since: float | None = None
@@ -139,8 +142,9 @@ class StackWorker:
             except Gone:
                 return
             except Superseded as error:
-                log.warning("stack %s/%s: %s; reading it again", *self.key, error)
+                log.warning("stack %s/%s: %s; standing by", *self.key, error)
                 await self._start_over()
+                self._stand_by_until = self._s.monotonic() + STAND_BY_SECONDS
                 pause = TROUBLE_SECONDS
             except (KubeError, StorageError, ValueError) as error:
                 log.warning("stack %s/%s: %s", *self.key, error)
@@ -164,6 +168,8 @@ class StackWorker:
 
     async def _pass(self) -> float:
         """One look at everything; how long to wait for the next."""
+        if self._s.monotonic() < self._stand_by_until:
+            return TROUBLE_SECONDS
         body = self._s.cache.stacks.get(self.key)
         if body is None or body["metadata"]["uid"] != self.uid or body["metadata"].get("deletionTimestamp"):
             return CALM_SECONDS  # whoever runs the workers ends this one

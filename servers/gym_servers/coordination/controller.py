@@ -36,13 +36,14 @@ from gym_servers.coordination.record import (
     Stage,
 )
 from gym_servers.coordination.settle import choose, settle_left_open
-from gym_servers.coordination.verbs import forget_all, resume_all
+from gym_servers.coordination.verbs import forget_all, resume_all, retire_all
+from gym_servers.protocol.digests import sha256
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.messages import Status
 from gym_servers.storage.cells import directory_name, highest_attempt
 from gym_servers.storage.locate import join
 from gym_servers.storage.manifest import CHECKPOINT, Publication, read_publication
-from gym_servers.storage.store import ObjectStore, StorageError
+from gym_servers.storage.store import ObjectMissing, ObjectStore, StorageError
 
 TEND_SECONDS = 30.0
 
@@ -197,7 +198,14 @@ class CellController:
         await open_all(clients, verb_id, record.attempt, self._wall)
 
     def _publication(self, choice: Choice) -> Publication:
-        return read_publication(self._open_store(choice.uri).get(CHECKPOINT))
+        """The chosen publication. Raises RecordsRefused where it is gone, or is another one by now."""
+        try:
+            data = self._open_store(choice.uri).get(CHECKPOINT)
+        except ObjectMissing as error:
+            raise RecordsRefused(f"{CHECKPOINT} is not there any more") from error
+        if sha256(data) != choice.digest:
+            raise RecordsRefused(f"{CHECKPOINT} is not the one that was chosen")
+        return read_publication(data)
 
     async def _after_install(self, seen: Mapping[str, d.Seen]) -> d.Step | None:
         """What follows from an installation that has ended since the last look."""
@@ -303,6 +311,12 @@ class CellController:
         if self.record.failures and self._rows and rows > self._rows:
             await self._save(failures=0)
         self._rows = rows
+        # Again after a restore: its driver may only now know what its output held already.
+        ahead = [key for one in seen.values() if one.status is not None for key in one.status.to_retire]
+        if ahead:
+            verb_id = f"retire-{secrets.token_hex(4)}"
+            with suppress(ProtocolError, Unreachable):
+                await retire_all(self._clients, verb_id, ahead, self._wall() + TEND_SECONDS)
         forget = [r for one in seen.values() if one.status is not None for r in one.status.to_forget]
         if forget:
             verb_id = f"forget-{secrets.token_hex(4)}"
@@ -340,10 +354,16 @@ class CellController:
         checkpoint = Checkpoint(
             [c for c in self._clients if c.name in record.pins], request, self._open_store(uri), tell, self._wall
         )
-        self._checkpoint = asyncio.create_task(self._begin(left, checkpoint))
+        self._checkpoint = taken = asyncio.create_task(self._begin(left, checkpoint))
         # Whoever asked may be gone by its end; a failure that nobody awaits is not a fault of ours.
-        self._checkpoint.add_done_callback(lambda task: task.cancelled() or task.exception())
-        return await asyncio.shield(self._checkpoint)
+        taken.add_done_callback(lambda task: task.cancelled() or task.exception())
+        try:
+            return await asyncio.shield(taken)
+        except asyncio.CancelledError:
+            # A death was seen while it was being given up already: it was ended, not whoever asked for it.
+            if taken.cancelled():
+                raise CheckpointFailed("ParticipantDied", "a participant died while it was being given up") from None
+            raise
 
     async def _begin(self, left: OpenCheckpoint, checkpoint: Checkpoint) -> Outcome:
         await self._save(open=left, sequence=left.sequence)

@@ -48,7 +48,7 @@ class Runner:
             await asyncio.sleep(LOOK_SECONDS)
 
     def _tell(self, reason: str, server: str, problem: str) -> None:
-        """Announce what keeps a server, or the coordinator itself, from its work: once, until it is something else."""
+        """Announce what keeps a server, or the coordinator itself, from its work: once, until it changes."""
         if problem != self._problems.get(server, "") and problem:
             self._announce("Warning", reason, f"{server}: {problem}" if server else problem)
         self._problems[server] = problem

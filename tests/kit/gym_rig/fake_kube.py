@@ -14,8 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 from gym_operator.api.objects import format_time
-from gym_operator.effects.kube import Body, Conflict, KubeError, Listing, NotFound, Resource
+from gym_operator.effects.kube import EVENTS, Body, Conflict, KubeError, Listing, NotFound, Resource
 
+WRITES = frozenset({"create", "replace", "replace_status", "delete"})
 Watcher = Callable[[Resource, bool, Body], None]
 
 
@@ -136,22 +137,40 @@ class FakeKube:
 
 class Session:
     """One operator's way to the API server. Cut off, nothing of this operator has any effect any more, as after
-    SIGKILL: its calls neither go out nor return."""
+    SIGKILL: its calls neither go out nor return. `cut_at` cuts it at its n-th write from now, before or after that
+    has happened; Events do not count."""
 
     def __init__(self, kube: FakeKube) -> None:
         self._kube = kube
+        self._left: int | None = None
+        self._after = False
         self.cut = False
+        self.on_cut: Callable[[], None] = lambda: None
+
+    def cut_at(self, write: int, *, after: bool) -> None:
+        self._left, self._after = write, after
 
     def __getattr__(self, name: str) -> Any:
         call = getattr(self._kube, name)
 
         async def through(*arguments: Any, **options: Any) -> Any:
-
+            due = False
+            if name in WRITES and arguments[0] != EVENTS and self._left is not None:
+                self._left -= 1
+                due = self._left == 0
+            if due and not self._after:
+                self._die()
             if self.cut:
                 await asyncio.get_running_loop().create_future()
             answer = await call(*arguments, **options)
+            if due:
+                self._die()
             if self.cut:
                 await asyncio.get_running_loop().create_future()
             return answer
 
         return through
+
+    def _die(self) -> None:
+        self.cut = True
+        self.on_cut()

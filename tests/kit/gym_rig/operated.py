@@ -138,7 +138,7 @@ class OperatedRig:
             running = self.cell.processes_by_name[server]
             if not running.alive.died.is_set():
                 return
-            if (pod.get("status") or {}).get("containerStatuses", [{}])[0].get("state", {}).get("running"):
+            if "running" in pod["status"]["containerStatuses"][0]["state"]:
                 ended = {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}
                 self._tell(name, server, running.incarnation, ended)
                 return  # started again at the next look, as a kubelet does in place
@@ -161,6 +161,7 @@ class OperatedRig:
 
     def start_operator(self) -> Operator:
         operator = self.operator = Operator(self)
+        operator.session.on_cut = self.kill_operator
         for (resource, _, _), body in list(self.kube.objects.items()):
             operator.told(resource, False, body)
         self.kube.watch = operator.told
@@ -209,6 +210,20 @@ class OperatedRig:
         """Where the participants stand."""
         return {str(one.server.participant.gate.phase) for one in self.cell.processes_by_name.values()}
 
+    async def reaches(self, checkpoint: str, phase: str) -> None:
+        """Wait until a checkpoint is in a phase, however short that is."""
+        reached = asyncio.Event()
+        told = self.kube.watch
+
+        def watch(resource: Resource, deleted: bool, body: Body) -> None:
+            told(resource, deleted, body)
+            if body["metadata"]["name"] == checkpoint and (body.get("status") or {}).get("phase") == phase:
+                reached.set()
+
+        self.kube.watch = watch
+        await asyncio.wait_for(reached.wait(), LONGEST_SECONDS)
+        self.kube.watch = told
+
     async def until(self, holds: Callable[[], object], what: str = "") -> None:
         give_up = now() + LONGEST_SECONDS
         while not holds():
@@ -223,10 +238,11 @@ class OperatedRig:
         self._kubelet.cancel()
         self.cell.kill()
         ours = asyncio.current_task()
-        for task in asyncio.all_tasks():
-            if task is not ours:
+        # What a killed operator left waits for ever, and again after each cancellation it wants to clean up after.
+        while left := [task for task in asyncio.all_tasks() if task is not ours]:
+            for task in left:
                 task.cancel()
-        await asyncio.sleep(0)
+            await asyncio.wait(left, timeout=1.0)
 
 
 def _spec(folder: Path, changes: Mapping[str, Any]) -> Body:

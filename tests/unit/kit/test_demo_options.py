@@ -1,0 +1,37 @@
+"""What `make demo` is told, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gym_kit.demo.options import Options, from_environment
+from gym_kit.errors import KitError
+
+
+def test_without_variables_it_is_the_default_demonstration() -> None:
+    assert from_environment({}) == Options()
+
+
+def test_empty_variables_are_as_good_as_none() -> None:
+    assert from_environment({"KILL": "", "ROLLOUTS": "", "TASKS": "", "KEEP": "0"}) == Options()
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [("KILL", "everything"), ("CLUSTER", "gke"), ("ROLLOUTS", "0"), ("ROLLOUTS", "-3"), ("DURING", "x")],
+)
+def test_a_wrong_value_is_named(name: str, value: str) -> None:
+    with pytest.raises(KitError, match=f"{name}={value}"):
+        from_environment({name: value})
+
+
+def test_a_missing_tasks_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(KitError, match=r"nothing\.jsonl is no file"):
+        from_environment({"TASKS": str(tmp_path / "nothing.jsonl")})
+
+
+def test_all_means_every_participant() -> None:
+    assert set(Options(kill="all").servers) == {"env", "policy", "agent", "counter", "collection"}
+    assert Options(kill="operator").servers == ["agent"]
