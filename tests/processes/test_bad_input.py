@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import yaml
-from gym_kit.bucket import SeaweedFS
 
+from gym_kit.bucket import SeaweedFS
 from gym_servers.engine.rows import counter_rows
 from gym_servers.local.demo import manifest
 

@@ -1,4 +1,4 @@
-"""Real processes, real S3, SIGKILL: whatever dies and whenever, every rollout ends once and as if nothing had died."""
+"""Real processes, real S3, SIGKILL: whatever dies and whenever, every rollout ends once, as if nothing had died."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ async def test_a_coordinator_that_dies_at_any_moment_is_taken_over_from(tmp_path
 
 
 async def test_a_cell_that_makes_no_progress_gives_up_and_says_so(tmp_path: Path) -> None:
-    async with cell(tmp_path, counter_rows(1, 1), recovery={"backoffLimit": 2}) as rig:
+    async with cell(tmp_path, counter_rows(1, 1, (30, 30)), recovery={"backoffLimit": 2}) as rig:
         for attempt in (1, 2):
             await rig.until(rig.running)
             rig.kill("env")
@@ -125,6 +125,12 @@ async def test_a_cell_that_makes_no_progress_gives_up_and_says_so(tmp_path: Path
         await rig.until(lambda: rig.controller.record.stage is Stage.STALLED)
         assert rig.said[-1][1] == "RecoveryStalled"
         assert rig.controller.record.attempt == 2
+
+
+def damage(checkpoint: Path, what: str) -> None:
+    for path in checkpoint.rglob(what):
+        path.unlink()
+        path.write_bytes(b"{}")
 
 
 @pytest.mark.parametrize("what", ["checkpoint.json", "manifest.json"])
@@ -139,9 +145,7 @@ async def test_records_that_are_damaged_after_they_were_chosen_fall_back_to_the_
         newer = await rig.checkpoint("newer")
         rig.kill("agent")
         await rig.until(lambda: rig.controller.record.stage is Stage.REPLACING)
-        for path in Path(newer.uri).rglob(what):
-            path.unlink()
-            path.write_bytes(b"{}")
+        damage(Path(newer.uri), what)
         await rig.until(lambda: rig.running(1) or rig.running(2))
         choice = rig.controller.record.recoveries[-1].checkpoint
         assert choice is not None

@@ -72,8 +72,8 @@ class Driver:
 
     async def begun(self, count: int = 1) -> None:
         async with asyncio.timeout(1000):
-            while len(self.sent) < count:
-                await asyncio.sleep(0.01)  # noqa: ASYNC110 - the output is read in a thread first
+            while len(self.sent) < count:  # noqa: ASYNC110 - the output is read in a thread first
+                await asyncio.sleep(0.01)
 
     def answer(self, key: str, answer: Answer | None = None) -> None:
         self.queue(key).put_nowait(answer or RunResult({"reward": 1.0, "key": key}))

@@ -63,6 +63,7 @@ class Checkpoints:
         self._writers: dict[str, CheckpointWriter] = {}
         self._resolve_due = float("-inf")
         self._ending: tuple[str, str] | None = None
+        self._hindered_since: tuple[str, float] | None = None
         self.last: LastCheckpoint | None = None
 
     @property
@@ -108,8 +109,7 @@ class Checkpoints:
                 await self._fail(writer, ConditionReason.INVALID_SPEC, str(error))
                 continue
             id = phases.checkpoint_id(writer.name, writer.uid)
-            age = phases.age_seconds(checkpoint.metadata.creation_timestamp, self._wall())
-            match queue.next_move(writer.status, id, age, situation):
+            match queue.next_move(writer.status, id, self._hindered(writer.uid, situation), situation):
                 case queue.Take() if controller is not None:
                     pinned = pins(controller.record, participants, pods)
                     self._begin(writer, self._take(writer, controller, id, pinned, _timeouts(checkpoint)))
@@ -124,6 +124,15 @@ class Checkpoints:
                 case _:
                     pass
             return  # one at a time: the others wait for this one
+
+    def _hindered(self, uid: str, situation: queue.Situation) -> float:
+        """For how many seconds something that only a person can mend has been in the way of a checkpoint."""
+        if situation.obstacle is None:
+            self._hindered_since = None
+            return 0.0
+        if self._hindered_since is None or self._hindered_since[0] != uid:
+            self._hindered_since = (uid, self._wall())
+        return self._wall() - self._hindered_since[1]
 
     async def close(self, controller: CellController | None, reason: str, message: str) -> None:
         """Give up what is being taken, as when the operator ends or the stack is gone, and say why."""

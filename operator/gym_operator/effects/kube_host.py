@@ -132,8 +132,8 @@ class KubeCellHost:
             await self._kube.delete(PODS, pod.namespace, pod.name, pod.uid, 0 if forced else GRACE_SECONDS)
         except (NotFound, Conflict):
             self._cache.drop_pod(pod.stack_uid, pod.uid)
-        except KubeError:
-            del self._asked[pod.uid]
+        except BaseException:  # a look that is broken off has not asked either
+            self._asked.pop(pod.uid, None)
             raise
 
 

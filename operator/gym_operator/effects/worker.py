@@ -278,7 +278,7 @@ class StackWorker:
         until its deadline, would hold up the recovery. Every step may be lost, and the next look decides anew."""
         self._death.clear()
         look = asyncio.create_task(controller.look())
-        if not self._host.any_ended(controller.record.pins):
+        if controller.record.pins and not self._host.any_ended(controller.record.pins):
             death = asyncio.create_task(self._death.wait())
             try:
                 await asyncio.wait([look, death], return_when=asyncio.FIRST_COMPLETED)

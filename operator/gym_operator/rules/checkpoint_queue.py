@@ -67,8 +67,8 @@ def in_order(checkpoints: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]
     return sorted(checkpoints, key=lambda each: (each["metadata"]["creationTimestamp"], each["metadata"]["name"]))
 
 
-def next_move(status: CheckpointStatus, id: str, age: float, situation: Situation) -> Move:
-    """What to do about the first in the queue. `age` in seconds."""
+def next_move(status: CheckpointStatus, id: str, hindered: float, situation: Situation) -> Move:
+    """What to do about the first in the queue. `hindered`: for how many seconds the obstacle has been there."""
     if not situation.enabled:
         return Fail(
             ConditionReason.CHECKPOINTS_DISABLED,
@@ -81,7 +81,7 @@ def next_move(status: CheckpointStatus, id: str, age: float, situation: Situatio
         return Adopt()
     if situation.obstacle is not None:
         reason, message = situation.obstacle
-        return Fail(reason, message) if age > PATIENCE_SECONDS else Hold(reason, message)
+        return Fail(reason, message) if hindered > PATIENCE_SECONDS else Hold(reason, message)
     if situation.stage is not Stage.RUNNING:
         return Hold(ConditionReason.STACK_NOT_READY, "waits until the stack runs")
     return Take() if situation.free else Hold(ConditionReason.QUEUED, "waits for what goes on in the stack")

@@ -227,7 +227,8 @@ class CellController:
             await self._host.announce("Warning", "StorageError", str(error))
             return d.Wait(f"storage: {error}")
         await self._in_service()
-        return None
+        # What was seen is older than the end of the installation: some participants may still show as starting.
+        return d.Wait("the cell has just been put into service")
 
     async def _in_service(self) -> None:
         recoveries = list(self.record.recoveries)

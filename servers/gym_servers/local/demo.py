@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from gym_servers.local.runner import Runner, running
 from gym_servers.local.stack import free_ports, local_stack
 from gym_servers.proof.account import Account, account
 from gym_servers.proof.history import Cut, read_cut, sort_journal
+from gym_servers.protocol.errors import ProtocolError
 from gym_servers.storage.locate import open_store
 from gym_servers.storage.manifest import CHECKPOINT, read_publication
 from gym_servers.storage.store import StorageError
@@ -132,7 +133,9 @@ def account_of(folder: Path, record: CellRecord, expected: int) -> Account:
     for recovery in record.recoveries:
         if recovery.checkpoint is not None:
             store = open_store(recovery.checkpoint.uri)
-            restored[recovery.attempt] = read_cut(store, read_publication(store.get(CHECKPOINT)))
+            # One that cannot be read was refused: whatever claims to continue it is not proved.
+            with suppress(ProtocolError, StorageError):
+                restored[recovery.attempt] = read_cut(store, read_publication(store.get(CHECKPOINT)))
     return account(expected, rows, sort_journal(entries), restored)
 
 

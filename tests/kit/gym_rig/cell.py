@@ -24,6 +24,7 @@ import httpx
 
 from gym_rig.network import Alive, Network
 from gym_rig.virtual import now
+from gym_servers import assemble as assembly
 from gym_servers.assemble import Server, assemble
 from gym_servers.control.app import control_app
 from gym_servers.control.plane import ControlPlane
@@ -33,7 +34,6 @@ from gym_servers.coordination.controller import CellController, CellSettings, Pr
 from gym_servers.coordination.record import CellRecord, Stage
 from gym_servers.engine.app import create_app as engine_app
 from gym_servers.http import peers
-from gym_servers.journal.client import FileJournal
 from gym_servers.local.demo import account_of
 from gym_servers.proof.account import Account
 from gym_servers.stack.render import checkpoint_root, render_settings
@@ -47,6 +47,17 @@ IDENTITY = StackIdentity(namespace="local", name="rig", uid="rig-uid")
 GRACE = 60.0
 LOOK_SECONDS = 0.2
 LONGEST_SECONDS = 300.0  # of virtual time: far more than anything here takes
+
+
+class RigJournal:
+    """Appends to a file that it holds open for no longer than an entry takes: processes here end without notice."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    async def append(self, entries: Sequence[Mapping[str, Any]]) -> None:
+        with self._path.open("ab", buffering=0) as file:
+            file.write(b"".join(json.dumps(entry).encode() + b"\n" for entry in entries))
 
 
 @dataclass(eq=False)
@@ -71,7 +82,9 @@ class Running:
 class Rig:
     """The cell's processes and its coordinator; also the coordinator's `CellHost`."""
 
-    def __init__(self, folder: Path, settings: Mapping[str, ServerSettings], root: str, *, rate: float) -> None:
+    def __init__(
+        self, folder: Path, settings: Mapping[str, ServerSettings], root: str, *, rate: float, backoff_limit: int = 5
+    ) -> None:
         self.folder, self.settings = folder, settings
         self.wall = asyncio.get_running_loop().time  # bound: threads ask it too
         self.network = Network()
@@ -79,15 +92,23 @@ class Rig:
         self.saved: list[CellRecord] = []
         self.said: list[tuple[str, str, str]] = []
         self._count = 0
-        self.network.listen("engine", engine_app(rate, FileJournal(folder / "journal.jsonl")), Alive())
+        self.journal_file = RigJournal(folder / "journal.jsonl")
+        self.network.listen("engine", engine_app(rate, self.journal_file), Alive())
         self.http = self.network.client()
-        self.root = root
+        self.root, self.backoff_limit = root, backoff_limit
         self.controller = self.coordinator(None)
         self.view: View | None = None
 
     def coordinator(self, record: CellRecord | None) -> CellController:
         """A coordinator of this cell, such as one that takes over."""
-        settings = CellSettings(stack_uid=IDENTITY.uid, cell=0, token=TOKEN, root=self.root, lease_grace=GRACE)
+        settings = CellSettings(
+            stack_uid=IDENTITY.uid,
+            cell=0,
+            token=TOKEN,
+            root=self.root,
+            backoff_limit=self.backoff_limit,
+            lease_grace=GRACE,
+        )
         return CellController(self, settings, open_store, self.http, record, wall=self.wall)
 
     # ---- CellHost -----------------------------------------------------------------------------------------
@@ -119,7 +140,10 @@ class Rig:
         self._count += 1
         alive = Alive()
         client = partial(httpx.AsyncClient, transport=self.network.transport(alive))
-        with mock.patch.object(httpx, "AsyncClient", client):
+        with (
+            mock.patch.object(httpx, "AsyncClient", client),
+            mock.patch.object(assembly, "open_journal", lambda _: self.journal_file),
+        ):
             server = assemble(self.settings[name], COOKIES)
         server.participant.gate.clock = self.wall
         plane = None
@@ -233,7 +257,8 @@ async def cell(
     """A counter cell that collects `rows` at `rate` tokens a second; everything ends on the way out."""
     settings, root = rig_settings(folder, rows, **spec)
     with mock.patch.object(peers, "time", SimpleNamespace(monotonic=now)):
-        rig = Rig(folder, settings, root, rate=rate)
+        backoff_limit = spec.get("recovery", {}).get("backoffLimit", 5)
+        rig = Rig(folder, settings, root, rate=rate, backoff_limit=backoff_limit)
         try:
             yield rig
         finally:

@@ -8,11 +8,10 @@ from typing import Any
 
 from gym_kit.demo.kube import Object
 from gym_kit.demo.options import Options
-from gym_kit.demo.scenario import Played, journal
+from gym_kit.demo.scenario import Played, first_token, journal
 from gym_kit.demo.stage import STACK, Stage
 from gym_servers.proof.account import Account, account
 from gym_servers.proof.history import Cut, read_cut, sort_journal
-from gym_servers.protocol.identity import parse_key
 from gym_servers.storage.cells import published
 
 Entry = Mapping[str, Any]
@@ -89,15 +88,8 @@ def restored_cuts(stage: Stage, stack: Object) -> dict[int, Cut]:
 def recovery_seconds(kill: tuple[float, int], entries: Sequence[Entry]) -> float | None:
     """From the forced delete to the first token of a model call under a later attempt; None if there was none."""
     when, attempt = kill
-    times = [
-        float(entry["time"])
-        for entry in entries
-        if entry["kind"] == "tokens"
-        and entry["time"] > when
-        and not str(entry["request"]).startswith("-")
-        and parse_key(str(entry["request"]).partition("/")[0]).attempt > attempt
-    ]
-    return min(times) - when if times else None
+    first = first_token(entries, when, attempt + 1)
+    return None if first is None else first - when
 
 
 def _missed(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import signal
 import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,12 +18,14 @@ from gym_kit.demo.options import Options
 from gym_kit.demo.stage import OPERATOR_NAMESPACE, STACK, Stage
 from gym_kit.demo.table import Watch
 from gym_kit.errors import KitError
+from gym_servers.protocol.identity import parse_key
 
 START_SECONDS = 180.0
 CHECKPOINT_SECONDS = 120.0
 RECOVERY_SECONDS = 180.0
 COMPLETE_SECONDS = 600.0
 A_LITTLE_WORK_SECONDS = 1.5  # after the checkpoint, so that there is something to lose and to do again
+RANDOM_SECONDS = 2.0  # at most, before each kill: no run kills at the same moment of the work
 TERMINAL = ("Succeeded", "Failed")
 OPERATOR = "app.kubernetes.io/name=gym-operator"
 
@@ -48,12 +54,14 @@ class Scenario:
         self._stage.install_stack(STACK, checkpoints=True, tasks="tasks.jsonl", concurrency=self._stage.expected)
         self._watch.note("stack installed by helm; waiting for its pods")
         self._wait("rollouts under way", lambda: self._running() and self._at_work(), START_SECONDS)
-        time.sleep(A_LITTLE_WORK_SECONDS)
         if self._options.kill == "operator":
             played.interrupted = self._kill_operator_in_mid_checkpoint()
         played.checkpoint = self._checkpoint("demo-1")
         time.sleep(A_LITTLE_WORK_SECONDS)
         for number in range(self._options.kills):
+            if number:
+                self._wait("work of this attempt", self._generating, RECOVERY_SECONDS)
+            time.sleep(random.uniform(0.0, RANDOM_SECONDS))
             self._kill(played, number)
         self._wait("every row", self._complete, COMPLETE_SECONDS)
         played.stack = self._kube.stack(STACK)
@@ -157,7 +165,14 @@ class Scenario:
         return self._cell().get("phase") == "Running"
 
     def _at_work(self) -> bool:
-        return bool((self._cell().get("collection") or {}).get("expected"))
+        """Every second rollout has a tool effect behind it: there is something to continue."""
+        kinds = Counter(json.loads(line)["kind"] for line in journal(self._kube).splitlines())
+        return 2 * kinds["effect"] >= self._stage.expected
+
+    def _generating(self) -> bool:
+        """A model call was seen under the attempt that runs now."""
+        entries = [json.loads(line) for line in journal(self._kube).splitlines()]
+        return first_token(entries, 0.0, self._attempt()) is not None
 
     def _complete(self) -> bool:
         return bool((self._cell().get("collection") or {}).get("complete"))
@@ -192,6 +207,19 @@ def container_process(pod_uid: str, program: str) -> int | None:
         if (pod_uid in groups or pod_uid.replace("-", "_") in groups) and program in command:
             return int(folder.name)
     return None
+
+
+def first_token(entries: Sequence[Mapping[str, Any]], after: float, attempt: int) -> float | None:
+    """Unix time of the first token of a model call under `attempt` or a later one, after a time; None if none."""
+    times = [
+        float(entry["time"])
+        for entry in entries
+        if entry["kind"] == "tokens"
+        and entry["time"] > after
+        and not str(entry["request"]).startswith("-")
+        and parse_key(str(entry["request"]).partition("/")[0]).attempt >= attempt
+    ]
+    return min(times, default=None)
 
 
 def journal(kube: Kube) -> bytes:

@@ -1,0 +1,396 @@
+"""The edges of the operator, one by one, against a fake API server."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from gym_operator.api import names
+from gym_operator.api.checkpoint import CheckpointStatus
+from gym_operator.api.conditions import ConditionReason
+from gym_operator.api.stack import StackStatus
+from gym_operator.effects.cache import Cache, Key
+from gym_operator.effects.children import ForeignChild, ensure_children, ensure_secret
+from gym_operator.effects.events import Events, Subject
+from gym_operator.effects.kube import (
+    CHECKPOINTS,
+    CHILDREN,
+    EVENTS,
+    NODES,
+    PODS,
+    SECRETS,
+    STACKS,
+    Conflict,
+    KubeError,
+    Listing,
+    Resource,
+)
+from gym_operator.effects.kube_host import KubeCellHost
+from gym_operator.effects.status_writers import CheckpointWriter, Gone, StackWriter, Superseded
+from gym_operator.effects.storage import StackStorage
+from gym_operator.effects.transport import PodTransport
+from gym_operator.rules.workloads import StackContext
+from gym_rig.fake_kube import FakeKube
+from gym_servers.coordination.record import CellRecord, Stage
+from gym_servers.stack.spec import StorageSpec
+from gym_servers.storage.store import StorageError
+
+NS = "team"
+STACK_UID = "stack-uid"
+
+
+@pytest.fixture
+def kube() -> FakeKube:
+    return FakeKube(lambda: 1_800_000_000.0)
+
+
+def stack(kube: FakeKube) -> StackWriter:
+    kube.put(STACKS, NS, {"metadata": {"name": "demo", "uid": STACK_UID}, "spec": {}})
+    return StackWriter(kube, NS, "demo", STACK_UID)
+
+
+# ---- status -----------------------------------------------------------------------------------------------
+
+
+async def test_a_status_write_keeps_the_record(kube: FakeKube) -> None:
+    writer = stack(kube)
+    await writer.load()
+    await writer.save_record(CellRecord(stage=Stage.RUNNING, attempt=2))
+    assert await writer.write(StackStatus(phase="Running"))
+    status = kube.objects[STACKS, NS, "demo"]["status"]
+    assert status["cells"][0]["record"] == {"stage": "running", "attempt": 2}
+    assert (status["attempt"], status["phase"]) == (2, "Running")
+    writes = len(kube.writes)
+    assert not await writer.write(StackStatus(phase="Running"))
+    assert len(kube.writes) == writes, "what is there already is not written"
+
+
+async def test_changes_of_others_only_cost_another_try(kube: FakeKube) -> None:
+    writer = stack(kube)
+    await writer.load()
+    kube.set(STACKS, NS, "demo", spec={"changed": True})
+    await writer.save_record(CellRecord(attempt=1))
+    assert kube.objects[STACKS, NS, "demo"]["spec"] == {"changed": True}
+
+
+async def test_another_operators_record_stops_the_writer(kube: FakeKube) -> None:
+    writer, other = stack(kube), StackWriter(kube, NS, "demo", STACK_UID)
+    await writer.load()
+    await other.load()
+    await other.save_record(CellRecord(attempt=7))
+    with pytest.raises(Superseded):
+        await writer.save_record(CellRecord(attempt=1))
+    await writer.load()
+    assert writer.record == CellRecord(attempt=7)
+    await writer.save_record(CellRecord(attempt=8))
+
+
+async def test_an_own_write_whose_answer_was_lost_is_known_again(kube: FakeKube) -> None:
+    writer = stack(kube)
+    await writer.load()
+    answered = kube.replace_status
+
+    async def lost(*arguments: Any) -> Any:
+        await answered(*arguments)
+        raise KubeError(0, "the API server does not answer")
+
+    kube.replace_status = lost  # type: ignore[method-assign]
+    with pytest.raises(KubeError):
+        await writer.save_record(CellRecord(attempt=1))
+    kube.replace_status = answered  # type: ignore[method-assign]
+    await writer.save_record(CellRecord(attempt=1, stage=Stage.RUNNING))
+    assert writer.record == CellRecord(attempt=1, stage=Stage.RUNNING)
+
+
+async def test_a_stack_made_again_is_not_ours(kube: FakeKube) -> None:
+    writer = stack(kube)
+    await writer.load()
+    kube.remove(STACKS, NS, "demo")
+    with pytest.raises(Gone):
+        await writer.save_record(CellRecord())
+    kube.put(STACKS, NS, {"metadata": {"name": "demo", "uid": "another"}, "spec": {}})
+    with pytest.raises(Gone):
+        await writer.save_record(CellRecord())
+    with pytest.raises(Gone):
+        await writer.load()
+
+
+async def test_a_checkpoint_is_written_by_one_only(kube: FakeKube) -> None:
+    body = kube.put(CHECKPOINTS, NS, {"metadata": {"name": "one"}, "spec": {}})
+    ours, theirs = (CheckpointWriter(kube, body, CheckpointStatus()) for _ in range(2))
+    await theirs.write(CheckpointStatus(phase="Preparing"))
+    with pytest.raises(Superseded):
+        await ours.write(CheckpointStatus(phase="Failed"))
+    await ours.write(CheckpointStatus())  # nothing to write
+    kube.remove(CHECKPOINTS, NS, "one")
+    with pytest.raises(Gone):
+        await theirs.write(CheckpointStatus(phase="Committing"))
+
+
+# ---- children ---------------------------------------------------------------------------------------------
+
+
+async def test_children_are_made_once_and_written_again_on_drift(
+    kube: FakeKube, context: Callable[[dict[str, Any]], StackContext], spec_document: dict[str, Any]
+) -> None:
+    stack_context = context(spec_document)
+    token = await ensure_secret(kube, stack_context)
+    assert await ensure_secret(kube, stack_context) == token
+    await ensure_children(kube, stack_context, running=True)
+    made = len(kube.writes)
+    await ensure_children(kube, stack_context, running=True)
+    assert len(kube.writes) == made, "nothing differs"
+    await ensure_children(kube, stack_context, running=False)
+    changed = {(verb, resource.plural) for verb, resource, _ in kube.writes[made:]}
+    assert changed == {("replace", "statefulsets")}
+    del spec_document["collection"]
+    await ensure_children(kube, context(spec_document), running=True)
+    left = {name for resource, _, name in kube.objects if resource == CHILDREN["StatefulSet"]}
+    assert left == {"demo-env", "demo-policy", "demo-agent", "demo-counter"}
+    assert (CHILDREN["Service"], "team", "demo-collection-0") not in kube.objects
+
+
+async def test_what_belongs_to_somebody_else_is_not_touched(
+    kube: FakeKube, context: Callable[[dict[str, Any]], StackContext], spec_document: dict[str, Any]
+) -> None:
+    kube.put(CHILDREN["StatefulSet"], NS, {"metadata": {"name": "demo-env"}, "spec": {}})
+    with pytest.raises(ForeignChild, match="StatefulSet demo-env exists and belongs to something else"):
+        await ensure_children(kube, context(spec_document), running=True)
+    assert kube.objects[CHILDREN["StatefulSet"], NS, "demo-env"]["spec"] == {}
+
+
+# ---- pods -------------------------------------------------------------------------------------------------
+
+
+def put_pod(kube: FakeKube, server: str, **metadata: Any) -> dict[str, Any]:
+    labels = {names.STACK_LABEL: "demo", names.STACK_UID_LABEL: STACK_UID, names.SERVER_LABEL: server}
+    return kube.put(
+        PODS,
+        NS,
+        {
+            "metadata": {"name": f"demo-{server}-0", "uid": f"{server}-uid", "labels": labels, **metadata},
+            "spec": {"nodeName": "node-1"},
+            "status": {
+                "phase": "Running",
+                "podIP": "10.0.0.1",
+                "containerStatuses": [{"name": "server", "containerID": "c", "state": {"running": {}}}],
+            },
+        },
+    )
+
+
+def host(kube: FakeKube, context: Callable[[dict[str, Any]], StackContext], document: dict[str, Any]) -> KubeCellHost:
+    subject = Subject("GymStack", NS, "demo", STACK_UID)
+    cache = Cache(PodTransport(httpx.MockTransport(lambda _: httpx.Response(200))))
+    participants = context(document).spec.participants()
+    return KubeCellHost(kube, cache, StackWriter(kube, NS, "demo", STACK_UID), Events(kube), subject, participants)
+
+
+async def test_processes_are_the_pods_own_and_end_by_uid(
+    kube: FakeKube, context: Callable[[dict[str, Any]], StackContext], spec_document: dict[str, Any]
+) -> None:
+    cell = host(kube, context, spec_document)
+    put_pod(kube, "env")
+    put_pod(kube, "agent")
+    await cell.refresh()
+    found = {process.name: process for process in await cell.processes()}
+    assert set(found) == {"env", "policy", "agent", "counter", "collection"}
+    assert (found["env"].incarnation, found["env"].control_url) == ("env-uid/c", "http://10.0.0.1:8001")
+    assert (found["policy"].incarnation, found["policy"].detail) == (None, "no pod")
+
+    kube.remove(PODS, NS, "demo-agent-0")
+    put_pod(kube, "agent", uid="younger")  # the cache does not know yet
+    await cell.end({"env": "env-uid/c", "agent": "agent-uid/c", "policy": "unknown/c"})
+    assert (PODS, NS, "demo-env-0") not in kube.objects
+    assert kube.objects[PODS, NS, "demo-agent-0"]["metadata"]["uid"] == "younger"
+    writes = len(kube.writes)
+    await cell.end({"env": "env-uid/c"})
+    assert len(kube.writes) == writes, "a deletion under way is not asked for again"
+
+
+async def test_nothing_lives_on_a_lost_node(
+    kube: FakeKube, context: Callable[[dict[str, Any]], StackContext], spec_document: dict[str, Any]
+) -> None:
+    cell = host(kube, context, spec_document)
+    put_pod(kube, "env")
+    node = {"metadata": {"name": "node-1"}, "status": {"conditions": [{"type": "Ready", "status": "True"}]}}
+    kube.put(NODES, None, node)  # type: ignore[arg-type]
+    await cell.refresh(("env",))
+    assert {process.name for process in await cell.processes() if process.alive} == {"env"}
+    kube.set(NODES, None, "node-1", status={"conditions": [{"type": "Ready", "status": "Unknown"}]})  # type: ignore[arg-type]
+    await cell.refresh(("env",))
+    (env, *_) = await cell.processes()
+    assert (env.alive, env.detail) == (False, "node node-1 is lost")
+    graces = []
+    delete = kube.delete
+
+    async def noted(*arguments: Any) -> None:
+        graces.append(arguments[-1])
+        await delete(*arguments)
+
+    kube.delete = noted  # type: ignore[method-assign]
+    await cell.end({"env": "env-uid/c"})
+    assert graces == [0], "nobody on a lost node confirms an end"
+
+
+def test_a_list_does_not_forget_what_is_younger_than_it(kube: FakeKube) -> None:
+    cache = Cache(PodTransport(httpx.MockTransport(lambda _: httpx.Response(200))))
+    old, young = put_pod(kube, "env"), put_pod(kube, "agent")
+    cache.put_pod(young)
+    cache.replace_pods(STACK_UID, Listing([old], int(old["metadata"]["resourceVersion"])))
+    assert set(cache.pods_of(STACK_UID)) == {"env", "agent"}
+    cache.replace_pods(STACK_UID, Listing([], 10_000))
+    assert cache.pods_of(STACK_UID) == {}
+
+
+def test_finished_checkpoints_are_forgotten_and_stay_so(kube: FakeKube) -> None:
+    cache = Cache(PodTransport(httpx.MockTransport(lambda _: httpx.Response(200))))
+    body = kube.put(CHECKPOINTS, NS, {"metadata": {"name": "one"}, "spec": {"stackRef": {"name": "demo"}}})
+    cache.put_checkpoint(body)
+    assert cache.checkpoints_of(Key(NS, "demo")) == [body]
+    cache.finish_checkpoint(Key(NS, "one"), body["metadata"]["uid"])
+    cache.put_checkpoint(body)  # an event that was on the way
+    assert cache.checkpoints_of(Key(NS, "demo")) == []
+    cache.put_checkpoint({**body, "metadata": {**body["metadata"], "uid": "again"}})
+    assert len(cache.checkpoints_of(Key(NS, "demo"))) == 1
+
+
+# ---- requests to pods -------------------------------------------------------------------------------------
+
+
+async def test_a_request_to_a_pod_that_ends_breaks_off_at_once() -> None:
+    started = asyncio.Event()
+
+    async def swallow(request: httpx.Request) -> httpx.Response:
+        started.set()
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError
+
+    transport = PodTransport(httpx.MockTransport(swallow))
+    async with httpx.AsyncClient(transport=transport, trust_env=False) as client:
+        transport.alive("10.0.0.1", "first")
+        request = asyncio.create_task(client.get("http://10.0.0.1:8001/"))
+        await started.wait()
+        transport.ended("10.0.0.1", "first")
+        with pytest.raises(httpx.ConnectError):
+            await request
+        with pytest.raises(httpx.ConnectError):
+            await client.get("http://10.0.0.1:8001/")
+
+
+async def test_an_address_that_is_used_again_answers() -> None:
+    transport = PodTransport(httpx.MockTransport(lambda _: httpx.Response(200)))
+    async with httpx.AsyncClient(transport=transport, trust_env=False) as client:
+        transport.alive("10.0.0.1", "first")
+        transport.ended("10.0.0.1", "first")
+        transport.alive("10.0.0.1", "second")
+        transport.ended("10.0.0.1", "first")  # told late
+        transport.forget("10.0.0.1", "first")
+        assert (await client.get("http://10.0.0.1:8001/")).status_code == 200
+
+
+async def test_a_caller_that_leaves_is_not_told_of_a_dead_pod() -> None:
+    async def swallow(request: httpx.Request) -> httpx.Response:
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError
+
+    async with httpx.AsyncClient(transport=PodTransport(httpx.MockTransport(swallow)), trust_env=False) as client:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await client.get("http://10.0.0.1:8001/")
+
+
+# ---- storage ----------------------------------------------------------------------------------------------
+
+SPEC = StorageSpec.model_validate({"s3": {"bucket": "bucket", "credentialsSecret": "keys"}})
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (None, "there is no Secret keys in this namespace; create it with the keys AWS_ACCESS_KEY_ID and"),
+        ({}, "Secret keys needs the keys AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, each with a value"),
+        ({"AWS_ACCESS_KEY_ID": "a2V5", "AWS_SECRET_ACCESS_KEY": ""}, "each with a value"),
+        ({"AWS_ACCESS_KEY_ID": "a2V5", "AWS_SECRET_ACCESS_KEY": "/w=="}, "each with a value"),
+    ],
+)
+async def test_missing_credentials_are_named(kube: FakeKube, data: Any, words: str) -> None:
+    if data is not None:
+        kube.put(SECRETS, NS, {"metadata": {"name": "keys"}, "data": data})
+    storage = StackStorage(kube, NS)
+    await storage.tend(SPEC, "s3://bucket/stack/cell-0")
+    assert (storage.state.ok, storage.state.reason) == (False, ConditionReason.CREDENTIALS_MISSING)
+    assert words in storage.state.message
+    with pytest.raises(StorageError, match="Secret keys"):
+        storage.open("s3://bucket/stack/cell-0")
+
+
+async def test_no_secret_is_ever_shown(kube: FakeKube) -> None:
+    secret = base64.b64encode(b"very-secret").decode()
+    data = {"AWS_ACCESS_KEY_ID": secret, "AWS_SECRET_ACCESS_KEY": secret}
+    kube.put(SECRETS, NS, {"metadata": {"name": "keys"}, "data": data})
+    storage = StackStorage(kube, NS)
+    await storage.tend(SPEC, "s3://bucket/stack/cell-0")
+    storage.close()
+    assert "very-secret" not in repr(vars(storage))
+
+
+async def test_a_directory_is_probed_by_writing(kube: FakeKube, tmp_path: Any) -> None:
+    storage = StackStorage(kube, NS)
+    root = str(tmp_path / "cell-0")
+    await storage.tend(StorageSpec(directory=str(tmp_path)), root)
+    assert storage.state.ok is None
+    await until(lambda: storage.state.ok is not None)
+    assert storage.state.ok
+    storage.failed(StorageError("the disk is full"))
+    assert (storage.state.ok, storage.state.message) == (False, "the disk is full")
+
+
+# ---- events -----------------------------------------------------------------------------------------------
+
+
+async def test_an_event_is_said_once_in_a_while(kube: FakeKube) -> None:
+    now = [0.0]
+    events = Events(kube, lambda: now[0])
+    posting = asyncio.create_task(events.run())
+    subject = Subject("GymStack", NS, "demo", STACK_UID)
+    for _ in range(3):
+        events.say(subject, "Warning", "Recovering", "env is gone")
+    events.say(subject, "Warning", "Recovering", "agent is gone")
+    now[0] = 301.0
+    events.say(subject, "Warning", "Recovering", "env is gone")
+    await until(lambda: len(posted(kube)) == 3)
+    posting.cancel()
+    assert [each["message"] for each in posted(kube)] == ["env is gone", "agent is gone", "env is gone"]
+    assert posted(kube)[0]["involvedObject"]["uid"] == STACK_UID
+
+
+async def test_an_event_that_cannot_be_posted_costs_nothing(kube: FakeKube) -> None:
+    tried = asyncio.Event()
+
+    def refuse(verb: str, resource: Resource, name: str) -> None:
+        tried.set()
+        raise Conflict(409, "no")
+
+    kube.before_write = refuse
+    events = Events(kube)
+    posting = asyncio.create_task(events.run())
+    events.say(Subject("GymStack", NS, "demo", STACK_UID), "Normal", "Recovered", "it runs")
+    await tried.wait()
+    assert not posting.done()
+    posting.cancel()
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not holds():  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0)
+
+
+def posted(kube: FakeKube) -> list[dict[str, Any]]:
+    return [body for (resource, _, _), body in kube.objects.items() if resource == EVENTS]

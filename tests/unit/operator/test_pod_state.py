@@ -1,0 +1,117 @@
+"""What pods say about their processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gym_operator.api import names
+from gym_operator.rules.pod_state import by_server, node_is_ready, observe, pod_uid
+
+RUNNING = {"name": "server", "containerID": "containerd://1", "state": {"running": {}}}
+
+
+def pod(uid: str = "uid-1", server: str = "env", container: Any = RUNNING, **parts: Any) -> dict[str, Any]:
+    status = {"phase": "Running", "podIP": "10.0.0.1", "containerStatuses": [container] if container else []}
+    return {
+        "metadata": {
+            "name": f"demo-{server}-0",
+            "namespace": "team",
+            "uid": uid,
+            "resourceVersion": "7",
+            "creationTimestamp": "2027-01-15T08:00:00Z",
+            "labels": {names.STACK_LABEL: "demo", names.STACK_UID_LABEL: "s", names.SERVER_LABEL: server},
+            **parts.get("metadata", {}),
+        },
+        "spec": {"nodeName": "node-1"},
+        "status": {**status, **parts.get("status", {})},
+    }
+
+
+def test_a_running_container_is_a_process() -> None:
+    seen = observe(pod())
+    assert (seen.incarnation, seen.alive, seen.detail) == ("uid-1/containerd://1", True, "")
+    assert (seen.stack, seen.server, seen.address, seen.node) == ("demo", "env", "10.0.0.1", "node-1")
+    assert pod_uid(seen.incarnation or "") == "uid-1"
+
+
+def test_a_pod_without_a_container_has_no_process() -> None:
+    seen = observe(pod(container=None, status={"phase": "Pending"}))
+    assert (seen.incarnation, seen.alive, seen.detail) == (None, False, "pending")
+
+
+def test_a_restart_in_place_is_another_process() -> None:
+    again = {**RUNNING, "containerID": "containerd://2"}
+    assert observe(pod()).incarnation != observe(pod(container=again)).incarnation
+
+
+@pytest.mark.parametrize(
+    ("parts", "detail"),
+    [
+        ({"metadata": {"deletionTimestamp": "2027-01-15T08:00:10Z"}}, "deleted"),
+        ({"status": {"phase": "Failed", "reason": "Evicted", "message": "low on memory"}}, "Evicted: low on memory"),
+        (
+            {"container": {**RUNNING, "state": {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}}},
+            "OOMKilled, exit code 137",
+        ),
+        (
+            {
+                "container": {
+                    **RUNNING,
+                    "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off"}},
+                    "lastState": {"terminated": {"exitCode": 2}},
+                }
+            },
+            "CrashLoopBackOff, last exit code 2: back-off",
+        ),
+        (
+            {
+                "metadata": {"deletionTimestamp": "2027-01-15T08:00:10Z"},
+                "status": {
+                    "conditions": [
+                        {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"},
+                    ]
+                },
+            },
+            "deleted by EvictionByEvictionAPI",
+        ),
+        (
+            {
+                "container": None,
+                "status": {
+                    "phase": "Pending",
+                    "conditions": [
+                        {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "no cpu"}
+                    ],
+                },
+            },
+            "Unschedulable: no cpu",
+        ),
+    ],
+)
+def test_a_process_that_is_not_alive_says_why(parts: dict[str, Any], detail: str) -> None:
+    container = parts.pop("container", RUNNING)
+    seen = observe(pod(container=container, **parts))
+    assert not seen.alive
+    assert seen.detail == detail
+
+
+def test_an_end_that_nobody_confirms_is_overdue() -> None:
+    seen = observe(pod(metadata={"deletionTimestamp": "2027-01-15T08:00:00Z"}))
+    assert seen.delete_by is not None
+    assert not seen.overdue(seen.delete_by + 5)
+    assert seen.overdue(seen.delete_by + 25)
+    assert not observe(pod()).overdue(1e12)
+
+
+def test_the_youngest_pod_of_a_server_counts() -> None:
+    old = observe(pod("old"))
+    new = observe(pod("new", metadata={"creationTimestamp": "2027-01-15T08:00:01Z"}))
+    assert by_server([new, old])["env"].uid == "new"
+
+
+def test_a_node_without_a_ready_condition_is_lost() -> None:
+    assert node_is_ready({"status": {"conditions": [{"type": "Ready", "status": "True"}]}})
+    assert not node_is_ready({"status": {"conditions": [{"type": "Ready", "status": "Unknown"}]}})
+    assert not node_is_ready({})

@@ -1,0 +1,266 @@
+"""A stack's status out of one look: phases, conditions, and what they say to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gym_operator.api.conditions import ConditionReason, get_condition
+from gym_operator.api.stack import StackStatus
+from gym_operator.rules.cell_record import from_document, to_document, tried_again
+from gym_operator.rules.pod_state import PodState
+from gym_operator.rules.spec_check import Problem, check_stack
+from gym_operator.rules.stack_status import (
+    Observed,
+    Storage,
+    differs_in_progress_only,
+    stack_status,
+    warnings,
+)
+from gym_operator.rules.watch_health import SILENT_SECONDS, Watches
+from gym_servers.coordination.record import CellRecord, Choice, OpenCheckpoint, Pin, Recovery, Stage
+from gym_servers.protocol.messages import Report, Status
+from gym_servers.stack.spec import Participant
+
+NOW = 1_800_000_000.0
+PARTICIPANTS = (Participant("env", "environment", "single-agent-turn"), Participant("collection", "collection", "c"))
+CHOICE = Choice(uri="s3://b/c", digest="d", checkpoint_id="one-1", name="one")
+GOOD = Storage(True, ConditionReason.STORAGE_REACHABLE, "it can be written")
+
+
+def pod(server: str, **parts: Any) -> PodState:
+    known: dict[str, Any] = {
+        "uid": f"{server}-uid",
+        "name": f"demo-{server}-0",
+        "namespace": "team",
+        "stack": "demo",
+        "stack_uid": "s",
+        "server": server,
+        "version": 1,
+        "created": "",
+        "incarnation": f"{server}-uid/1",
+        "alive": True,
+        "ready": True,
+        "address": "10.0.0.1",
+        "node": "node-1",
+        "detail": "",
+        "delete_by": None,
+    }
+    return PodState(**{**known, **parts})
+
+
+def said(server: str, **parts: Any) -> Status:
+    return Status(
+        kind="any", instance=server, session="s-1", phase="idle", cell_attempt=0, report=Report(ready=True), **parts
+    )
+
+
+def seen(record: CellRecord | None, **parts: Any) -> Observed:
+    known: dict[str, Any] = {
+        "generation": 3,
+        "participants": PARTICIPANTS,
+        "pods": {"env": pod("env"), "collection": pod("collection")},
+        "statuses": {"env": said("env"), "collection": said("collection")},
+        "record": record,
+        "storage": GOOD,
+    }
+    return Observed(**{**known, **parts})
+
+
+def look(observed: Observed) -> tuple[StackStatus, Callable[[str], str]]:
+    status = stack_status(StackStatus(), observed, NOW)
+
+    def condition(type: str) -> str:
+        found = get_condition(status.conditions, type)  # type: ignore[arg-type]
+        return f"{found.status} {found.reason}: {found.message}" if found else "absent"
+
+    return status, condition
+
+
+def recovery(seconds: float | None, checkpoint: Choice | None = CHOICE) -> Recovery:
+    return Recovery(attempt=1, reason="env is gone", checkpoint=checkpoint, started_at=NOW, seconds=seconds)
+
+
+def test_a_stack_in_service() -> None:
+    pins = {"env": Pin(incarnation="env-uid/1", session="s-1")}
+    status, condition = look(seen(CellRecord(stage=Stage.RUNNING, pins=pins)))
+    assert (status.phase, status.observed_generation) == ("Running", 3)
+    assert condition("Ready") == "True Running: all servers are in service"
+    assert condition("Stalled").startswith("False")
+    assert condition("Recovering") == "False Running: nothing has died"
+    assert condition("StorageReady").startswith("True StorageReachable")
+    env = status.cells[0].participants[0]
+    assert (env.pod, env.pod_uid, env.session, env.phase) == ("demo-env-0", "env-uid", "s-1", "idle")
+
+
+@pytest.mark.parametrize(
+    ("record", "phase", "cell", "ready", "recovering"),
+    [
+        (None, "Pending", "Pending", "False PodsStarting", "False"),
+        (CellRecord(), "Starting", "Starting", "False PodsStarting", "False"),
+        (
+            CellRecord(stage=Stage.REPLACING, attempt=1, recoveries=[recovery(None)]),
+            "Recovering",
+            "Recovering",
+            "False ParticipantDied: env is gone",
+            "True ParticipantDied: env is gone",
+        ),
+        (
+            CellRecord(stage=Stage.STARTING, attempt=1, restore=CHOICE, recoveries=[recovery(None)]),
+            "Recovering",
+            "Restoring",
+            "False Restoring",
+            "True Restoring",
+        ),
+        (
+            CellRecord(stage=Stage.RUNNING, attempt=1, restore=CHOICE, recoveries=[recovery(2.5)]),
+            "Running",
+            "Running",
+            "True Running",
+            "False Recovered: attempt 1 continues from checkpoint one",
+        ),
+        (
+            CellRecord(stage=Stage.RUNNING, attempt=1, recoveries=[recovery(2.5, None)]),
+            "Running",
+            "Running",
+            "True Running",
+            "False RestartedFromInput: attempt 1 continues from the input",
+        ),
+        (
+            CellRecord(stage=Stage.STALLED, attempt=1, failures=6, recoveries=[recovery(None)]),
+            "Failed",
+            "Failed",
+            "False BackoffLimitExceeded: 5 recoveries in a row",
+            "False",
+        ),
+    ],
+)
+def test_where_a_stack_stands(record: CellRecord | None, phase: str, cell: str, ready: str, recovering: str) -> None:
+    status, condition = look(seen(record))
+    assert (status.phase, status.cells[0].phase) == (phase, cell)
+    assert condition("Ready").startswith(ready)
+    assert condition("Recovering").startswith(recovering)
+    assert condition("Stalled").startswith("True" if phase == "Failed" else "False")
+
+
+def test_a_problem_of_the_spec_is_stalled_and_says_what_to_change() -> None:
+    problem = Problem(ConditionReason.INVALID_SPEC, "server policy: use scripted")
+    status, condition = look(seen(CellRecord(stage=Stage.RUNNING), problem=problem))
+    assert status.phase == "Failed"
+    assert condition("Ready") == condition("Stalled").replace("True", "False", 1)
+    assert ("InvalidSpec", "server policy: use scripted") in warnings(seen(None, problem=problem))
+
+
+def test_a_participants_problem_is_the_stacks() -> None:
+    statuses = {"env": said("env"), "collection": said("collection", problem="tasks.jsonl does not exist")}
+    _, condition = look(seen(CellRecord(stage=Stage.RUNNING), statuses=statuses))
+    assert condition("Ready") == "False TasksInvalid: collection: tasks.jsonl does not exist"
+
+
+def test_progress_and_its_end() -> None:
+    counts = {"expected": 4, "rows": 4, "failed": 1, "complete": 1}
+    statuses = {"env": said("env"), "collection": said("collection", progress=counts)}
+    observed = seen(CellRecord(stage=Stage.RUNNING), statuses=statuses)
+    status, condition = look(observed)
+    assert status.phase == "Completed"
+    assert condition("Ready").startswith("True CollectionComplete: all 4")
+    silent = stack_status(status, replace(observed, statuses={}), NOW)
+    assert silent.cells[0].collection == status.cells[0].collection, "a moment of silence loses no count"
+
+
+def test_only_counters_can_wait_to_be_written() -> None:
+    def at(rows: int, phase: str = "idle") -> StackStatus:
+        statuses = {"collection": said("collection", progress={"expected": 4, "rows": rows})}
+        statuses["collection"] = statuses["collection"].model_copy(update={"phase": phase})
+        return look(seen(CellRecord(stage=Stage.RUNNING), statuses=statuses))[0]
+
+    assert differs_in_progress_only(at(1), at(2))
+    assert not differs_in_progress_only(at(1), at(2, "prepared"))
+
+
+def test_pods_that_do_not_come_up_say_why_in_ready() -> None:
+    pods = {"env": pod("env", alive=False, ready=False, detail="ImagePullBackOff: no such image")}
+    _, condition = look(seen(CellRecord(), pods=pods, statuses={}, waits="waiting for env to start"))
+    assert "waiting for env to start; env: ImagePullBackOff: no such image" in condition("Ready")
+
+
+def test_a_storage_that_fails_is_said_where_people_look() -> None:
+    bad = Storage(False, ConditionReason.CREDENTIALS_MISSING, "there is no Secret keys")
+    _, condition = look(seen(CellRecord(), storage=bad))
+    assert "there is no Secret keys" in condition("Ready")
+    assert condition("StorageReady") == "False CredentialsMissing: there is no Secret keys"
+
+
+def test_without_checkpoints_only_pods_count() -> None:
+    plain = seen(None, checkpoints_enabled=False, storage=None)
+    status, condition = look(plain)
+    assert (status.phase, condition("Ready")) == ("Running", "True Running: all servers are ready")
+    assert (condition("Checkpointing"), condition("StorageReady")) == ("absent", "absent")
+    _, condition = look(replace(plain, pods={"env": pod("env")}))
+    assert "not ready: collection" in condition("Ready")
+
+
+def test_conditions_that_no_longer_apply_are_taken_away() -> None:
+    before, _ = look(seen(CellRecord(stage=Stage.RUNNING), checkpoint="one"))
+    after = stack_status(before, seen(None, checkpoints_enabled=False, storage=None), NOW)
+    assert {each.type for each in after.conditions} == {"Ready", "Stalled", "Recovering"}
+
+
+def test_a_record_survives_its_document() -> None:
+    record = CellRecord(
+        stage=Stage.REPLACING,
+        attempt=3,
+        ended={"env": "uid/1"},
+        restore=CHOICE,
+        open=OpenCheckpoint(checkpoint_id="x", name="x", uri="s3://b/x", sequence=4),
+        recoveries=[recovery(None, None), recovery(1.0)],
+    )
+    assert from_document(to_document(record)) == record
+    assert from_document(None) is None
+    assert to_document(CellRecord()) == {}
+    with pytest.raises(ValueError, match="not of a form"):
+        from_document({"stage": "upside down"})
+
+
+def test_a_stalled_cell_is_tried_again_when_asked() -> None:
+    stalled = CellRecord(stage=Stage.STALLED, failures=6)
+    assert tried_again(stalled, 5, suspended=False) is None
+    raised = tried_again(stalled, 6, suspended=False)
+    assert raised is not None
+    assert (raised.stage, raised.failures) == (Stage.RUNNING, 5)
+    suspended = tried_again(stalled, 5, suspended=True)
+    assert suspended is not None
+    assert suspended.failures == 0
+    assert tried_again(CellRecord(stage=Stage.RUNNING), 9, suspended=True) is None
+
+
+def test_server_names_are_checked_beyond_the_schema(spec_document: dict[str, Any]) -> None:
+    spec_document["servers"][1]["server"] = "scripted"
+    body = {"metadata": {"name": "demo", "namespace": "team", "uid": "u"}, "spec": spec_document}
+    assert not isinstance(check_stack(body), Problem)
+    spec_document["servers"][1]["server"] = "unheard-of"
+    found = check_stack(body)
+    assert isinstance(found, Problem)
+    assert "server policy: 'unheard-of' is not a known model server" in found.message
+    del spec_document["servers"][1]
+    found = check_stack(body)
+    assert isinstance(found, Problem)
+    assert "exactly one server of kind model" in found.message
+
+
+def test_a_watch_is_silent_when_a_list_is_ahead_of_it_for_long() -> None:
+    watches, pods = Watches(), ("pods", None)
+    watches.told(pods, 10)
+    watches.listed(pods, 10, 0.0)
+    assert watches.silent(1e6) == [], "nothing happens in a quiet cluster"
+    watches.listed(pods, 12, 100.0)
+    watches.listed(pods, 14, 130.0)
+    assert watches.silent(100.0 + SILENT_SECONDS) == []
+    assert watches.silent(101.0 + SILENT_SECONDS) == ["pods"]
+    watches.told(pods, 12)
+    assert watches.silent(1e6) == [], "it reached what the first list showed"
+    watches.listed(("pods", "team"), 1, 0.0)
+    assert watches.silent(1e6) == ["pods in team"]
