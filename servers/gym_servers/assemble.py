@@ -133,7 +133,7 @@ def _collection(settings: ServerSettings, gate: Gate, peers: Peers, _: str) -> _
     from gym_servers.collection.output import BucketOutput, DirectoryOutput
     from gym_servers.collection.tasks import TasksError, load_tasks, rollouts
     from gym_servers.participants.collection import CollectionParticipant, Output
-    from gym_servers.storage.cells import persist_attempt
+    from gym_servers.storage.cells import use_attempt_up
     from gym_servers.storage.store import StorageError
 
     job = settings.collection
@@ -154,9 +154,11 @@ def _collection(settings: ServerSettings, gate: Gate, peers: Peers, _: str) -> _
         root = checkpoint_root(settings.storage, settings.stack, settings.cell)
         cell = open_store(root, settings.storage.s3)
 
+    owner = uuid.uuid4().hex
+
     async def persist(attempt: int) -> None:
         if cell is not None:
-            await asyncio.to_thread(persist_attempt, cell, attempt)
+            await asyncio.to_thread(use_attempt_up, cell, attempt, owner)
 
     participant = CollectionParticipant(
         gate,

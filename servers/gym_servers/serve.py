@@ -1,7 +1,8 @@
 """Runs one server process: its data port, and its control port where checkpointing is on.
 
-The process begins closed; whoever coordinates the cell opens it. It ends at once on SIGTERM: what it holds is safe
-in a checkpoint or it is not, and waiting changes neither.
+The process begins closed; whoever coordinates the cell opens it. It ends at once on SIGTERM, without unwinding: what
+it holds is safe in a checkpoint or it is not, and a handler that is cancelled would answer its peer with an error
+that the peer must take for an answer. A connection that breaks off is tried again, and finds the fresh process.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 from collections.abc import Iterator
 
@@ -61,13 +63,8 @@ def serve(settings: ServerSettings) -> None:
 async def run(listeners: list[uvicorn.Server], server: Server | None = None) -> None:
     """Run listeners, and a server's background work, until a signal or until one of them fails."""
     loop = asyncio.get_running_loop()
-
-    def end() -> None:
-        for each in listeners:
-            each.should_exit = each.force_exit = True
-
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, end)
+        loop.add_signal_handler(number, os._exit, 0)
     background = None
     if server is not None and server.background is not None:
         background = asyncio.ensure_future(server.background())

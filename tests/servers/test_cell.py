@@ -42,8 +42,10 @@ async def test_a_death_after_a_checkpoint_continues_from_it(tmp_path: Path, vict
         assert rig.controller.record.attempt == 1
 
 
-@pytest.mark.parametrize("phase", ["Preparing", "Committing", "Publishing"])
-@pytest.mark.parametrize("victim", ["env", "agent", "collection"])
+@pytest.mark.parametrize(
+    ("phase", "victim"),
+    [("Preparing", "agent"), ("Committing", "counter"), ("Committing", "collection"), ("Publishing", "env")],
+)
 async def test_a_death_while_a_checkpoint_is_open_is_settled_before_anything_is_chosen(
     tmp_path: Path, phase: str, victim: str
 ) -> None:
@@ -70,7 +72,7 @@ async def test_a_death_while_a_checkpoint_is_open_is_settled_before_anything_is_
         assert (counted.rows, counted.reward_mean, counted.continued) == (3, 1.0, 3)
 
 
-@pytest.mark.parametrize("victim", NAMES)
+@pytest.mark.parametrize("victim", ["env", "agent", "collection"])
 async def test_a_second_death_during_the_recovery_restores_the_same_checkpoint(tmp_path: Path, victim: str) -> None:
     async with cell(tmp_path, counter_rows(3, 2)) as rig:
         await rig.until(lambda: rig.effects() >= 3)
@@ -87,7 +89,7 @@ async def test_a_second_death_during_the_recovery_restores_the_same_checkpoint(t
         assert (counted.rows, counted.continued) == (3, 3)
 
 
-@pytest.mark.parametrize("moment", [0.0, 0.05, 0.3, 1.0, 3.0])
+@pytest.mark.parametrize("moment", [0.0, 0.05, 0.3])
 async def test_a_coordinator_that_dies_at_any_moment_is_taken_over_from(tmp_path: Path, moment: float) -> None:
     """Its successor knows only the record: the checkpoint is settled, everybody is reopened, the run ends."""
     async with cell(tmp_path, counter_rows(3, 2)) as rig:

@@ -263,9 +263,9 @@ def slow(control: Control, monkeypatch: pytest.MonkeyPatch, gate: asyncio.Event)
 
     original = RecordWrite._run
 
-    async def run(self: RecordWrite, write: Callable[[], str]) -> None:
+    async def run(self: RecordWrite, write: Callable[[], str], seconds: float) -> None:
         await gate.wait()
-        await original(self, write)
+        await original(self, write, seconds)
 
     monkeypatch.setattr(RecordWrite, "_run", run)
 

@@ -232,7 +232,7 @@ class Walk(RuleBasedStateMachine):
 def walk(kind: Callable[[Gate], tuple[Participant, Work]], name: str) -> Any:
     case = type(name, (Walk,), {"kind": staticmethod(kind)}).TestCase
     case.settings = settings(
-        max_examples=30, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+        max_examples=20, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )
     return case
 

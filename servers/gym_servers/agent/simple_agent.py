@@ -50,7 +50,7 @@ class SimpleAgent:
             "/v1/responses",
             {**params, "input": [*given, *activation.items]},
             episode=session.episode,
-            headers={headers.MODEL_CALL: f"{activation.index or session.next_index}.{activation.model_calls + 1}"},
+            headers={headers.MODEL_CALL: f"{activation.ordinal}.{activation.model_calls + 1}"},
             wait_admission=False,
         )
         body: dict[str, Any] = reply.body

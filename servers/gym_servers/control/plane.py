@@ -8,18 +8,21 @@ a resume, an expiry or a newer checkpoint in the meantime ends it.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
 from gym_servers.control.lease import Lease
 from gym_servers.control.writes import Author, OpenStore, RecordWrite, read_back
-from gym_servers.participants.base import Participant, Scope, plan_restore
+from gym_servers.participants.base import Participant, RestorePlan, Scope, plan_restore
 from gym_servers.protocol import messages as m
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.identity import InvalidIdentity, parse_key
 from gym_servers.protocol.phases import LEASED, Input, Phase, Verdict, judge, moved, remember
+
+log = logging.getLogger("gym_servers")
 
 T = TypeVar("T")
 
@@ -128,7 +131,7 @@ class ControlPlane:
             )
             if self._over(generation):
                 raise ProtocolError("stale_checkpoint", f"checkpoint {request.checkpoint_id} was ended meanwhile")
-            records = export.result()
+            records = self._exported(export)
         finally:
             export.cancel()
             ended.cancel()
@@ -142,6 +145,7 @@ class ControlPlane:
             records,
             episodes,
             background=request.background,
+            seconds=self._remaining(request.deadline_ts),
         )
         return m.CommitReply(
             phase=self.gate.phase,
@@ -150,6 +154,16 @@ class ControlPlane:
             records=len(records),
             bytes=self._write.status.bytes,
         )
+
+    def _exported(self, export: asyncio.Task[dict[str, bytes]]) -> dict[str, bytes]:
+        try:
+            return export.result()
+        except ProtocolError:
+            raise
+        except Exception as error:
+            # A server's own hook: told at once, or the coordinator would ask again until its deadline.
+            log.exception("%s could not export its records", self.author.instance)
+            raise ProtocolError("checkpoint_error", f"the export failed: {type(error).__name__}") from error
 
     # ---- restore, resume ----------------------------------------------------------------------------------
 
@@ -170,7 +184,7 @@ class ControlPlane:
                 manifest, records = read_back(
                     self._open_store, self.author, request.checkpoint_dir, request.manifest_digest
                 )
-                return manifest.checkpoint_id, self.participant.read(records, plan)
+                return manifest.checkpoint_id, self._read(records, plan)
 
             source, staged = await self._before(request.deadline_ts, asyncio.to_thread(read))
             judge(self.gate.control, Input.RESTORE, request.checkpoint_id)
@@ -182,6 +196,17 @@ class ControlPlane:
             self._restored, self._restored_from = (request.checkpoint_id, reply), request.checkpoint_id
             return reply
 
+    def _read(self, records: Mapping[str, bytes], plan: RestorePlan) -> object:
+        try:
+            return self.participant.read(records, plan)
+        except ProtocolError:
+            raise
+        except Exception as error:
+            log.exception("%s could not read its records", self.author.instance)
+            raise ProtocolError(
+                "invalid_checkpoint_state", f"the records cannot be read: {type(error).__name__}"
+            ) from error
+
     async def resume(self, request: m.ResumeRequest) -> m.PhaseReply:
         """Open admission: after a checkpoint, a restore, or a start that has nothing to restore."""
         checkpoint_id = request.checkpoint_id
@@ -189,7 +214,10 @@ class ControlPlane:
             self.gate.control = remember(self.gate.control, checkpoint_id)
             return m.PhaseReply(phase=self.gate.phase)
         if self.gate.phase is Phase.STARTING:
-            self.gate.fence.raise_floor(request.cell_attempt or 0)
+            if request.cell_attempt is None:
+                # A resume that was meant for the process before this one must not open it.
+                raise ProtocolError("invalid_phase", "a fresh process is resumed with its cell_attempt")
+            self.gate.fence.raise_floor(request.cell_attempt)
         self._reopen(Input.RESUME, checkpoint_id)
         return m.PhaseReply(phase=self.gate.phase)
 

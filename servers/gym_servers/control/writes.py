@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from gym_servers.protocol.messages import Write
 from gym_servers.storage.manifest import CodeIdentity, Manifest, PackEntry, RecordEntry
 from gym_servers.storage.packs import load_manifest, load_records, pack_records, write_records
 from gym_servers.storage.store import ObjectStore, StorageError
+
+log = logging.getLogger("gym_servers")
 
 OpenStore = Callable[[str], ObjectStore]
 
@@ -47,6 +50,7 @@ class RecordWrite:
         episodes: list[str],
         *,
         background: bool,
+        seconds: float,
     ) -> None:
         self.background = background
         self.status = Write(
@@ -58,9 +62,7 @@ class RecordWrite:
         self._stopped = threading.Event()
 
         def manifest(packs: list[PackEntry], entries: list[RecordEntry]) -> Manifest:
-            # The last look before the manifest makes the records visible.
-            if self._stopped.is_set():
-                raise Stopped
+            self._go_on()  # the last look before the manifest makes the records visible
             return Manifest(
                 checkpoint_id=checkpoint_id,
                 kind=author.kind,
@@ -74,18 +76,34 @@ class RecordWrite:
 
         def write() -> str:
             packs = pack_records(author.directory, records)
-            return write_records(open_store(uri), author.directory, packs, manifest)
+            return write_records(open_store(uri), author.directory, packs, manifest, self._go_on)
 
-        self.task = asyncio.ensure_future(self._run(write))
+        self.task = asyncio.ensure_future(self._run(write, seconds))
 
-    async def _run(self, write: Callable[[], str]) -> None:
+    async def _run(self, write: Callable[[], str], seconds: float) -> None:
+        work = asyncio.ensure_future(asyncio.to_thread(write))
+        work.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may end after its deadline
         try:
-            digest = await asyncio.to_thread(write)
-            self.status = self.status.model_copy(update={"state": "done", "manifest_digest": digest})
+            digest = await asyncio.wait_for(asyncio.shield(work), seconds)
+            self._end("done", manifest_digest=digest)
         except Stopped:
-            self.status = self.status.model_copy(update={"state": "stopped"})
+            self._end("stopped")
         except StorageError as error:
-            self.status = self.status.model_copy(update={"state": "failed", "detail": str(error)})
+            self._end("failed", detail=str(error))
+        except TimeoutError:
+            # A store that hangs must not keep later checkpoints out for ever.
+            self.stop()
+            self._end("failed", detail="the records were not written by the deadline")
+        except Exception as error:
+            log.exception("records of %s could not be written", self.status.checkpoint_id)
+            self._end("failed", detail=f"the records could not be written: {type(error).__name__}")
+
+    def _end(self, state: str, **more: str) -> None:
+        self.status = self.status.model_copy(update={"state": state, **more})
+
+    def _go_on(self) -> None:
+        if self._stopped.is_set():
+            raise Stopped
 
     @property
     def running(self) -> bool:

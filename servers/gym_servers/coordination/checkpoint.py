@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from gym_servers.coordination.client import ParticipantClient, Unreachable
 from gym_servers.coordination.order import PREPARE, staged
-from gym_servers.coordination.verbs import resume_all
+from gym_servers.coordination.verbs import leased, renew, resume_all, together
 from gym_servers.protocol import messages as m
 from gym_servers.protocol.digests import sha256
 from gym_servers.protocol.errors import ProtocolError
@@ -74,12 +73,31 @@ class Outcome:
 
 
 class CheckpointFailed(Exception):
-    """The checkpoint was given up. `reason` is one CamelCase word, the text says what happened and to whom."""
+    """The checkpoint was given up. `reason` is one CamelCase word, the text says what happened and to whom.
+    `settled` is False where storage could not be told: the tombstone is still to be written."""
 
-    def __init__(self, reason: str, message: str, blockers: Sequence[tuple[str, m.Blocker]] = ()) -> None:
+    def __init__(
+        self, reason: str, message: str, blockers: Sequence[tuple[str, m.Blocker]] = (), *, settled: bool = True
+    ) -> None:
         super().__init__(message)
         self.reason = reason
         self.blockers = blockers
+        self.settled = settled
+
+
+FAILURES = (ProtocolError, Unreachable, StorageError, CheckpointFailed)
+
+
+def _failure(error: Exception) -> CheckpointFailed:
+    match error:
+        case CheckpointFailed():
+            return error
+        case ProtocolError():
+            return CheckpointFailed("Refused", str(error))
+        case Unreachable():
+            return CheckpointFailed("ParticipantUnreachable", str(error))
+        case _:
+            return CheckpointFailed("StorageError", str(error))
 
 
 Tell = Callable[[Progress], Awaitable[None]]
@@ -101,38 +119,42 @@ class Checkpoint:
         self._restarts: set[str] = set()
         self._paused_at = self._pause = 0.0
         self._commits: dict[str, m.CommitReply] = {}
+        self._scope: list[str] = []
+        self._writing = False
+        self._publication: Publication | None = None
 
     async def take(self) -> Outcome:
         """Raises CheckpointFailed; when cancelled (a participant died) it publishes if everything is durable
         already, else it gives the checkpoint up, and then ends."""
-        writing = False
         try:
-            await self._tell(Progress("Preparing", self._phases()))
-            async with self._leased():
-                scope, live = await self._prepare()
-                await self._tell(Progress("Committing", self._phases()))
-                await self._commit(scope, live)
-                await self._renew_once()
-            problems = await self._resume()
-            if problems:
-                raise CheckpointFailed("ResumeFailed", "; ".join(problems.values()))
-            writing = True
-            digests = await self._written()
-            return await self._publish(scope, digests)
-        except ProtocolError as error:
-            raise await self._give_up(CheckpointFailed("Refused", str(error))) from error
-        except Unreachable as error:
-            raise await self._give_up(CheckpointFailed("ParticipantUnreachable", str(error))) from error
-        except StorageError as error:
-            raise await self._give_up(CheckpointFailed("StorageError", str(error))) from error
-        except CheckpointFailed as error:
-            raise await self._give_up(error) from error
+            return await self._run()
         except asyncio.CancelledError:
-            durable = await self._durable() if writing else None
+            return await self._after_death()
+        except FAILURES as error:
+            return await self._give_up(_failure(error))
+
+    async def _run(self) -> Outcome:
+        await self._tell(Progress("Preparing", self._phases()))
+        async with leased(lambda: self._closed, self._request.checkpoint_id, self._request.lease_grace):
+            self._scope, live = await self._prepare()
+            await self._tell(Progress("Committing", self._phases()))
+            await self._commit(self._scope, live)
+            await self._renew_once()
+        problems = await self._resume()
+        if problems:
+            raise CheckpointFailed("ResumeFailed", "; ".join(problems.values()))
+        self._writing = True
+        return await self._publish(await self._written())
+
+    async def _after_death(self) -> Outcome:
+        failure = CheckpointFailed("ParticipantDied", "a participant died while the checkpoint was open")
+        try:
+            durable = await self._durable() if self._writing else None
             if durable is not None:
-                return await self._publish(scope, durable)
-            failed = CheckpointFailed("ParticipantDied", "a participant died while the checkpoint was open")
-            raise await self._give_up(failed, DEATH_RESUME_SECONDS) from None
+                return await self._publish(durable)
+        except FAILURES as error:
+            failure = _failure(error)
+        return await self._give_up(failure, DEATH_RESUME_SECONDS)
 
     # ---- prepare ------------------------------------------------------------------------------------------
 
@@ -142,7 +164,7 @@ class Checkpoint:
         exportable: set[str] = set()
         live: set[str] = set()
         for stage in staged(self._clients, PREPARE):
-            replies = await asyncio.gather(*(self._prepare_one(client, deadline) for client in stage))
+            replies = await together(*(self._prepare_one(client, deadline) for client in stage))
             for client, report in zip(stage, replies, strict=True):
                 self._restarts |= set(report.restarts)
                 if client.kind == "environment":
@@ -166,7 +188,7 @@ class Checkpoint:
         return sorted(scope), sorted(live - scope)
 
     async def _prepare_one(self, client: ParticipantClient, deadline: float) -> m.Report:
-        status = await client.status()
+        status = await client.status_by(deadline)
         pinned = self._request.sessions.get(client.name)
         if status.session != pinned:
             raise CheckpointFailed("SessionChanged", f"{client.name} is another process than the one that runs")
@@ -180,24 +202,6 @@ class Checkpoint:
         )
         return reply.report or m.Report(ready=False)
 
-    @asynccontextmanager
-    async def _leased(self) -> AsyncIterator[None]:
-        async def renew() -> None:
-            while True:
-                await asyncio.sleep(self._request.lease_grace / 3)
-                await asyncio.gather(*(self._renew(c) for c in self._closed), return_exceptions=True)
-
-        task = asyncio.create_task(renew())
-        try:
-            yield
-        finally:
-            task.cancel()
-
-    async def _renew(self, client: ParticipantClient) -> None:
-        deadline = self._wall() + min(5.0, self._request.lease_grace / 3)
-        request = m.RenewRequest(checkpoint_id=self._request.checkpoint_id, deadline_ts=deadline)
-        await client.call("renew", request, m.RenewReply)
-
     # ---- commit -------------------------------------------------------------------------------------------
 
     async def _commit(self, scope: list[str], live: list[str]) -> None:
@@ -209,16 +213,17 @@ class Checkpoint:
             live=live,
             background=True,
         )
-        replies = await asyncio.gather(*(c.call("commit", request, m.CommitReply) for c in self._clients))
+        replies = await together(*(c.call("commit", request, m.CommitReply) for c in self._clients))
         self._commits = {client.name: reply for client, reply in zip(self._clients, replies, strict=True)}
 
     async def _renew_once(self) -> None:
         """Nobody's lease may have run out between the first freeze and the last: one refusal aborts."""
-        await asyncio.gather(*(self._renew(client) for client in self._clients))
+        request = self._request
+        await together(*(renew(client, request.checkpoint_id, request.lease_grace) for client in self._clients))
 
     async def _resume(self, seconds: float = RESUME_SECONDS) -> dict[str, str]:
-        closed, self._closed = self._closed, []
-        problems = await resume_all(closed, self._request.checkpoint_id, self._wall() + seconds)
+        problems = await resume_all(self._closed, self._request.checkpoint_id, self._wall() + seconds)
+        self._closed = []  # only now: whoever is cancelled before has to resume them again
         if self._paused_at and not self._pause:
             self._pause = time.monotonic() - self._paused_at
         return problems
@@ -227,7 +232,7 @@ class Checkpoint:
 
     async def _written(self) -> dict[str, str]:
         deadline = self._wall() + self._request.commit_timeout
-        digests = await asyncio.gather(*(self._write_of(client, deadline) for client in self._clients))
+        digests = await together(*(self._write_of(client, deadline) for client in self._clients))
         return {client.name: digest for client, digest in zip(self._clients, digests, strict=True)}
 
     async def _write_of(self, client: ParticipantClient, deadline: float) -> str:
@@ -258,8 +263,11 @@ class Checkpoint:
         except (ProtocolError, StorageError):
             return None
 
-    async def _publish(self, scope: list[str], digests: Mapping[str, str]) -> Outcome:
-        publication = await asyncio.to_thread(self._compose, scope, digests)
+    async def _publish(self, digests: Mapping[str, str]) -> Outcome:
+        # Composed once: a second try, after a death, must propose the same bytes.
+        if self._publication is None:
+            self._publication = await asyncio.to_thread(self._compose, digests)
+        publication = self._publication
         await asyncio.to_thread(verify, self._store, publication.members, publication.checkpoint_id)
         # Durable before it is announced: whoever finds the announcement can finish or refuse the publication.
         await asyncio.to_thread(self._store.create, PROPOSAL, publication.to_bytes())
@@ -267,9 +275,12 @@ class Checkpoint:
         landed = await asyncio.to_thread(settle, self._store, publication)
         if landed.state != "published":
             raise CheckpointFailed("GivenUp", landed.reason or "another coordinator gave this checkpoint up")
+        return self._outcome(landed)
+
+    def _outcome(self, landed: Publication) -> Outcome:
         return Outcome(landed, self._request.uri, sha256(landed.to_bytes()), self._pause)
 
-    def _compose(self, scope: list[str], digests: Mapping[str, str]) -> Publication:
+    def _compose(self, digests: Mapping[str, str]) -> Publication:
         members, episodes = [], set()
         for client in self._clients:
             manifest, digest = load_manifest(self._store, f"{client.kind}/{client.name}", digests[client.name])
@@ -292,24 +303,29 @@ class Checkpoint:
             update={
                 "state": "published",
                 "members": members,
-                "scope": scope,
+                "scope": self._scope,
                 "episodes": sorted(episodes),
                 "restarts": sorted(self._restarts),
-                "not_started": sorted(set(scope) - episodes),
+                "not_started": sorted(set(self._scope) - episodes),
             }
         )
 
     # ---- failure ------------------------------------------------------------------------------------------
 
-    async def _give_up(self, failure: CheckpointFailed, seconds: float = RESUME_SECONDS) -> CheckpointFailed:
+    async def _give_up(self, failure: CheckpointFailed, seconds: float = RESUME_SECONDS) -> Outcome:
+        """Resume everybody and write the tombstone. What stands is the truth: a publication whose answer was lost is
+        one all the same. Raises the failure otherwise."""
         await self._resume(seconds)
-        if self._commits:
-            try:
-                await asyncio.to_thread(give_up, self._store, self._request, str(failure), self._wall())
-            except (StorageError, ProtocolError) as error:
-                # Nothing is published without checkpoint.json; whoever finds this directory writes the tombstone.
-                return CheckpointFailed(failure.reason, f"{failure} (and no tombstone: {error})", failure.blockers)
-        return failure
+        if not self._commits:
+            raise failure
+        try:
+            landed = await asyncio.to_thread(give_up, self._store, self._request, str(failure), self._wall())
+        except (StorageError, ProtocolError) as error:
+            message = f"{failure} (storage is still to be told: {error})"
+            raise CheckpointFailed(failure.reason, message, failure.blockers, settled=False) from error
+        if landed.state == "published":
+            return self._outcome(landed)
+        raise failure
 
     def _phases(self) -> dict[str, str]:
         closed = {client.name for client in self._closed}

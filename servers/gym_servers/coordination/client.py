@@ -43,6 +43,16 @@ class ParticipantClient:
         """One try. Raises Unreachable, ProtocolError."""
         return await self._once("GET", "status", None, m.Status, timeout)
 
+    async def status_by(self, deadline_ts: float) -> m.Status:
+        """The status, asked for until the deadline. Raises Unreachable, ProtocolError."""
+        while True:
+            try:
+                return await self.status()
+            except Unreachable:
+                if deadline_ts - self.wall() <= RETRY_SECONDS:
+                    raise
+            await asyncio.sleep(RETRY_SECONDS)
+
     async def call(self, verb: str, body: m.Verb, reply: type[T]) -> T:
         """POST a verb until it is answered or its deadline has passed. Raises ProtocolError, Unreachable."""
         content = body.model_dump(mode="json")

@@ -26,7 +26,7 @@ from gym_servers.coordination.checkpoint import (
     tombstone,
 )
 from gym_servers.coordination.client import ParticipantClient, Unreachable
-from gym_servers.coordination.install import InstallFailed, RecordsRefused, open_all, restore_all
+from gym_servers.coordination.install import InstallFailed, RecordsRefused, check_source, open_all, restore_all
 from gym_servers.coordination.record import (
     KEPT_RECOVERIES,
     CellRecord,
@@ -40,7 +40,7 @@ from gym_servers.coordination.verbs import forget_all, resume_all, retire_all
 from gym_servers.protocol.digests import sha256
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.messages import Status
-from gym_servers.storage.cells import directory_name, highest_attempt
+from gym_servers.storage.cells import directory_name, reserve_attempt
 from gym_servers.storage.locate import join
 from gym_servers.storage.manifest import CHECKPOINT, Publication, read_publication
 from gym_servers.storage.store import ObjectMissing, ObjectStore, StorageError
@@ -124,6 +124,7 @@ class CellController:
         self._install: asyncio.Task[None] | None = None
         self._checkpoint: asyncio.Task[Outcome] | None = None
         self._rows = 0
+        self._recovering = False
         self._changing = asyncio.Lock()
 
     @property
@@ -191,8 +192,12 @@ class CellController:
         clients = [c for c in self._clients if c.name in record.pins]
         if restore and record.restore is not None:
             publication = await asyncio.to_thread(self._publication, record.restore)
-            await restore_all(clients, publication, record.restore.uri, verb_id, record.attempt, self._wall)
-        elif not restore:
+            grace, uri = self.settings.lease_grace, record.restore.uri
+            await restore_all(clients, publication, uri, verb_id, record.attempt, grace, self._wall)
+            await open_all(clients, verb_id, record.attempt, self._wall)
+            await check_source(clients, verb_id, self._wall() + TEND_SECONDS)
+            return
+        if not restore:
             statuses = await asyncio.gather(*(client.status() for client in clients))
             verb_id = next((s.checkpoint_id for s in statuses if s.checkpoint_id is not None), verb_id)
         await open_all(clients, verb_id, record.attempt, self._wall)
@@ -213,6 +218,8 @@ class CellController:
         if task is None or not task.done():
             return None
         self._install = None
+        if task.cancelled():
+            return None  # it was given up for a recovery
         try:
             task.result()
         except RecordsRefused as error:
@@ -247,6 +254,13 @@ class CellController:
     async def _recover(self, reason: str, seen: Mapping[str, d.Seen]) -> None:
         """Settle what is open, use the next attempt up, choose what to restore; then the old processes go."""
         started = self._wall()
+        self._recovering = True  # no checkpoint may begin from here on
+        try:
+            await self._replace(reason, seen, started)
+        finally:
+            self._recovering = False
+
+    async def _replace(self, reason: str, seen: Mapping[str, d.Seen], started: float) -> None:
         await self.close()
         if self.record.open is not None:
             await self.settle(reopen=False)
@@ -259,8 +273,10 @@ class CellController:
             )
             return
         choice = await self._choice(record)
-        used = await asyncio.to_thread(lambda: highest_attempt(self._open_store(self.settings.root)))
-        attempt = max(record.attempt, used) + 1
+        owner = f"recovery-{secrets.token_hex(8)}"
+        attempt = await asyncio.to_thread(
+            lambda: reserve_attempt(self._open_store(self.settings.root), record.attempt, owner)
+        )
         pins = record.pins
         # What is not pinned is fresh already, unless nothing is: then nobody knows who coordinated these processes.
         ended = {
@@ -334,8 +350,10 @@ class CellController:
     async def take(self, checkpoint_id: str, name: str, tell: Tell, **timeouts: float) -> Outcome:
         """Take a checkpoint of a running cell. Raises CheckpointFailed. One at a time."""
         record = self.record
-        if record.stage is not Stage.RUNNING or self.busy or record.open is not None:
+        if record.stage is not Stage.RUNNING or self.busy or self._recovering:
             raise CheckpointFailed("CellNotRunning", f"the cell is {record.stage}; try again when it runs")
+        if record.open is not None:
+            raise CheckpointFailed("CheckpointOpen", f"checkpoint {record.open.name} is not settled yet; try again")
         sequence = record.sequence + 1
         uri = join(self.settings.root, directory_name(record.attempt, sequence, checkpoint_id))
         request = Request(
@@ -370,8 +388,8 @@ class CellController:
         await self._save(open=left, sequence=left.sequence)
         try:
             outcome = await checkpoint.take()
-        except CheckpointFailed:
-            await self._save(open=None)
+        except CheckpointFailed as failure:
+            await self._save(open=None if failure.settled else left.model_copy(update={"given_up": True}))
             raise
         await self._save(open=None, failures=0)
         return outcome

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from gym_servers.coordination.client import ParticipantClient, Unreachable
-from gym_servers.coordination.verbs import resume_all, retire_all
+from gym_servers.coordination.verbs import leased, resume_all, retire_all
 from gym_servers.protocol import messages as m
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.storage.manifest import Publication
@@ -28,6 +28,7 @@ async def restore_all(
     uri: str,
     restore_id: str,
     cell_attempt: int,
+    grace: float,
     wall: Callable[[], float],
 ) -> None:
     """Restore all participants at once, then retire what the driver's output is ahead of.
@@ -39,6 +40,21 @@ async def restore_all(
     if missing:
         raise RecordsRefused(f"the checkpoint has no records of {', '.join(missing)}")
     deadline = wall() + INSTALL_SECONDS
+    # Those that are done early wait for the last one: their leases must not run out meanwhile.
+    async with leased(lambda: clients, restore_id, grace):
+        await _restore(clients, publication, uri, restore_id, cell_attempt, digests, deadline)
+        await _retire_ahead(clients, restore_id, deadline)
+
+
+async def _restore(
+    clients: Sequence[ParticipantClient],
+    publication: Publication,
+    uri: str,
+    restore_id: str,
+    cell_attempt: int,
+    digests: Mapping[tuple[str, str], str],
+    deadline: float,
+) -> None:
     results = await asyncio.gather(
         *(
             client.call(
@@ -65,7 +81,6 @@ async def restore_all(
             raise InstallFailed(str(error)) from error
         if isinstance(error, BaseException):
             raise error
-    await _retire_ahead(clients, restore_id, deadline)
 
 
 async def _retire_ahead(clients: Sequence[ParticipantClient], restore_id: str, deadline: float) -> None:
@@ -87,3 +102,14 @@ async def open_all(
     problems = await resume_all(clients, verb_id, wall() + INSTALL_SECONDS, cell_attempt)
     if problems:
         raise InstallFailed("; ".join(problems.values()))
+
+
+async def check_source(clients: Sequence[ParticipantClient], restore_id: str, deadline_ts: float) -> None:
+    """Every participant in service comes from this restore. Raises InstallFailed naming one that does not."""
+    try:
+        statuses = await asyncio.gather(*(client.status_by(deadline_ts) for client in clients))
+    except (ProtocolError, Unreachable) as error:
+        raise InstallFailed(str(error)) from error
+    others = [status.instance for status in statuses if status.restored_from != restore_id]
+    if others:
+        raise InstallFailed(f"{', '.join(others)} did not keep what was restored")

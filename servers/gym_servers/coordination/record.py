@@ -45,12 +45,14 @@ class Choice(_Part):
 
 
 class OpenCheckpoint(_Part):
-    """A checkpoint that was begun and is not settled."""
+    """A checkpoint that was begun and is not settled. `given_up`: it was declared failed, so it must not be
+    published any more."""
 
     checkpoint_id: str
     name: str
     uri: str
     sequence: int
+    given_up: bool = False
 
 
 class Recovery(_Part):

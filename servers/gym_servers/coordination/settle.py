@@ -27,6 +27,8 @@ def settle_left_open(store: ObjectStore, left: OpenCheckpoint, tombstone: Public
             return tombstone, sha256(landed)  # nobody can restore it: it counts as given up
     wanted = tombstone
     try:
+        if left.given_up:
+            raise ObjectMissing("nothing is to be published")
         proposed = read_publication(store.get(PROPOSAL))
         verify(store, proposed.members, left.checkpoint_id)
         wanted = proposed

@@ -3,12 +3,53 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
 
 from gym_servers.coordination.client import ParticipantClient, Unreachable
 from gym_servers.coordination.order import RESUME, RETIRE, staged
 from gym_servers.protocol import messages as m
 from gym_servers.protocol.errors import ProtocolError
+
+T = TypeVar("T")
+
+
+async def together(*work: Coroutine[Any, Any, T]) -> list[T]:
+    """All results, in order. Where one fails, the others are ended before its error comes out: nothing may go on
+    behind a verb that was given up."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def renew(client: ParticipantClient, checkpoint_id: str, grace: float) -> None:
+    """Extend one participant's lease. Raises ProtocolError where it is not open under this id any more."""
+    deadline = client.wall() + min(5.0, grace / 3)
+    await client.call("renew", m.RenewRequest(checkpoint_id=checkpoint_id, deadline_ts=deadline), m.RenewReply)
+
+
+@asynccontextmanager
+async def leased(
+    clients: Callable[[], Sequence[ParticipantClient]], checkpoint_id: str, grace: float
+) -> AsyncIterator[None]:
+    """Renew the leases of `clients()` each third of `grace` seconds for as long as the block runs. A refusal shows
+    in the verb that follows, not here."""
+
+    async def keep() -> None:
+        while True:
+            await asyncio.sleep(grace / 3)
+            await asyncio.gather(*(renew(c, checkpoint_id, grace) for c in clients()), return_exceptions=True)
+
+    keeping = asyncio.create_task(keep())
+    try:
+        yield
+    finally:
+        keeping.cancel()
 
 
 async def resume_all(

@@ -49,7 +49,11 @@ class SingleAgentTurn:
     async def run(self, live: Live, restored: Unclaimed | None, task: dict[str, Any]) -> dict[str, Any]:
         """One episode from its boundary to its reply: `{result}` or `{failure}`. Raises ProtocolError where the
         attempt was replaced."""
-        state: State = dict(restored.state) if restored else {}
+        # Named before anything is sent: whatever a seed got to, cleanup finds it.
+        names = (f"{live.episode.key}.{uuid.uuid4().hex[:12]}" for _ in range(2))
+        state: State = (
+            dict(restored.state) if restored else dict(zip(("session", "agent_session"), names, strict=True))
+        )
         first = STAGES.index(restored.stage) if restored else 0
         try:
             for stage in STAGES[first:]:
@@ -79,14 +83,13 @@ class SingleAgentTurn:
             step=lambda: self._steps[stage](live.episode, task, state, live),
         )
 
-    async def _seed(self, episode: Episode, task: dict[str, Any], _: State, live: Live) -> State:
+    async def _seed(self, episode: Episode, task: dict[str, Any], state: State, live: Live) -> State:
         task_data = task["task_input"].get("task_data") or {}
-        session, agent_session = (f"{episode.key}.{uuid.uuid4().hex[:12]}" for _ in range(2))
         reply = await self._peers.post(
             self._resources,
             "/seed_session",
             {
-                "resources_session_id": session,
+                "resources_session_id": state["session"],
                 "episode_id": _wire(episode),
                 "task_id": task.get("task_id"),
                 "task_data": task_data,
@@ -105,7 +108,7 @@ class SingleAgentTurn:
             self._agent,
             "/v1/agent_sessions",
             {
-                "agent_session_id": agent_session,
+                "agent_session_id": state["agent_session"],
                 "episode_id": _wire(episode),
                 "task_id": task.get("task_id"),
                 "tool_accesses": [access],
@@ -113,9 +116,7 @@ class SingleAgentTurn:
             episode=episode,
         )
         return {
-            "session": session,
             "jar": reply.jar,
-            "agent_session": agent_session,
             "agent_jar": seeded.jar,
             "verify_replays": reply.headers.get(headers.VERIFY) == "replay",
         }
@@ -175,7 +176,7 @@ class SingleAgentTurn:
                         "/close_session",
                         {"resources_session_id": state["session"], "episode_id": _wire(episode)},
                         episode=episode,
-                        jar=state["jar"],
+                        jar=state.get("jar"),
                     )
         except (ProtocolError, PeerUnreachable, PeerFailed, TimeoutError) as error:
             log.warning("cleanup of %s: %s", episode.key, str(error) or type(error).__name__)
@@ -186,7 +187,7 @@ class SingleAgentTurn:
             "/v1/agent_sessions/close",
             {"agent_session_id": state["agent_session"], "episode_id": _wire(episode)},
             episode=episode,
-            jar=state["agent_jar"],
+            jar=state.get("agent_jar"),
         )
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from gym_servers.participants.base import Participant, RestorePlan, Scope, Survey
+from gym_servers.participants.busy import Busy
 from gym_servers.participants.gate import Gate
 from gym_servers.participants.records import from_bytes, reading, to_bytes
 from gym_servers.protocol.errors import ProtocolError
@@ -28,11 +29,12 @@ ADMISSION_RETRY_SECONDS = 0.2  # between tries of a model call that another part
 
 @dataclass(eq=False)
 class Activation:
-    """One request to a session's turn loop. `items` is the output so far as of the last boundary."""
+    """A session's `ordinal`-th request to its turn loop. `items` is the output so far as of the last boundary."""
 
     index: int | None
     digest: str
     since: float
+    ordinal: int = 1
     items: Items = field(default_factory=list)
     model_calls: int = 0
     usage: dict[str, int] = field(default_factory=dict)
@@ -60,6 +62,7 @@ class Session:
     reply: Reply | None = None
     activation: Activation | None = None
     restored: Activation | None = None
+    activations: int = 0
     closing: bool = False
 
     @property
@@ -77,7 +80,7 @@ class AgentParticipant(Participant):
         self.instance = instance
         self._sessions: dict[str, Session] = {}
         self._by_key: dict[str, Session] = {}
-        self._busy: dict[object, tuple[str, str, float]] = {}  # seeds and closes in progress
+        self._busy = Busy(gate)
         self._restarts: frozenset[str] = frozenset()
 
     # ---- sessions -----------------------------------------------------------------------------------------
@@ -87,8 +90,9 @@ class AgentParticipant(Participant):
         await self._enter(episode)
         # Looked at again after each wait: of seeds that come together one session is left.
         while (old := self._by_key.get(episode.key)) is not None:
-            with self._working(episode.key, "seed"):
+            with self._busy.working(episode.key, "seed"):
                 await self._free(old)
+            self._check(episode)
         session = Session(session_id, episode, accesses)
         self._sessions[session_id] = session
         self._by_key[episode.key] = session
@@ -98,6 +102,8 @@ class AgentParticipant(Participant):
         """The session a call belongs to. Raises `session_lost` or, for another attempt, `stale_attempt`."""
         session = self._sessions.get(session_id or "")
         if session is None:
+            if self.gate.enabled and not self.gate.checkpoint_open:
+                self.gate.require_open()  # a fresh process has lost nothing yet: its sessions are to be restored
             raise ProtocolError("session_lost", f"no agent session {session_id!r} here; seed one first")
         if self.gate.enabled and (episode is None or episode != session.episode):
             named = episode.key if episode else "no episode"
@@ -112,8 +118,13 @@ class AgentParticipant(Participant):
         if session is None:
             return
         self.session(session_id, episode)
-        with self._working(session.episode.key, "close"):
+        with self._busy.working(session.episode.key, "close"):
             await self._free(session)
+
+    def _check(self, episode: Episode) -> None:
+        """A retire may have come while we waited: a seed must not bring back what it ended."""
+        if self.gate.enabled:
+            self.gate.fence.check(episode)
 
     async def _enter(self, episode: Episode) -> None:
         if self.gate.enabled:
@@ -130,9 +141,6 @@ class AgentParticipant(Participant):
         if task is not None and not task.done():
             task.cancel()
             await asyncio.wait([task])
-
-    def _working(self, key: str, where: str) -> _Working:
-        return _Working(self, key, where)
 
     # ---- activations --------------------------------------------------------------------------------------
 
@@ -156,12 +164,18 @@ class AgentParticipant(Participant):
             return await self._join(session, session.activation, digest)
         if (reply := self._known(session, index, digest)) is not None:
             return reply
-        activation = session.restored or Activation(index, digest, self.gate.clock())
+        activation = session.restored
+        if activation is None:
+            session.activations += 1
+            ordinal = session.activations if index is None else index
+            activation = Activation(index, digest, self.gate.clock(), ordinal)
         if activation.digest != digest or activation.index != index:
             raise ProtocolError("checkpoint_conflict", "the restored activation is of another request")
         session.restored = None
         session.activation = activation
         activation.task = asyncio.ensure_future(self._drive(session, activation, body))
+        # Not by the task itself: one that is cancelled before its first step runs none of its code.
+        activation.task.add_done_callback(lambda _: self._ended(session, activation))
         return await self._join(session, activation, digest)
 
     def _known(self, session: Session, index: int | None, digest: str) -> dict[str, Any] | None:
@@ -182,14 +196,15 @@ class AgentParticipant(Participant):
         activation: Activation,
         body: Callable[[Activation], Awaitable[dict[str, Any]]],
     ) -> dict[str, Any]:
-        try:
-            response = await body(activation)
-            if activation.index is not None:
-                session.reply = Reply(activation.index, activation.digest, response)
-            return response
-        finally:
+        response = await body(activation)
+        if activation.index is not None:
+            session.reply = Reply(activation.index, activation.digest, response)
+        return response
+
+    def _ended(self, session: Session, activation: Activation) -> None:
+        if session.activation is activation:
             session.activation = None
-            self.gate.touch()
+        self.gate.touch()
 
     async def _join(self, session: Session, activation: Activation, digest: str) -> dict[str, Any]:
         if activation.digest != digest:
@@ -238,11 +253,7 @@ class AgentParticipant(Participant):
 
     def survey(self) -> Survey:
         now = self.gate.clock()
-        blockers = [
-            Blocker(id=key, where=where, age_seconds=round(now - since, 3))
-            for key, where, since in self._busy.values()
-            if key not in self._restarts
-        ]
+        blockers = self._busy.blockers(self._restarts)
         for session in self._sessions.values():
             active = session.activation
             if active is not None and not active.standing and session.episode.key not in self._restarts:
@@ -287,20 +298,7 @@ class AgentParticipant(Participant):
             if session.episode.attempt <= wanted.get(session.episode.rollout_id, -1)
         ]
         await asyncio.gather(*(self._free(session) for session in ending))
-
-
-class _Working:
-    """Marks a seed or close as in progress; it holds a checkpoint up until it is done."""
-
-    def __init__(self, participant: AgentParticipant, key: str, where: str) -> None:
-        self._participant, self._entry = participant, (key, where, participant.gate.clock())
-
-    def __enter__(self) -> None:
-        self._participant._busy[self] = self._entry
-
-    def __exit__(self, *_: object) -> None:
-        del self._participant._busy[self]
-        self._participant.gate.touch()
+        await self._busy.wait_done(wanted)
 
 
 def _record(session: Session) -> bytes:
@@ -310,6 +308,7 @@ def _record(session: Session) -> bytes:
             "session": session.id,
             "episode": session.episode.key,
             "accesses": session.accesses,
+            "activations": session.activations,
             "reply": session.reply
             and {
                 "index": session.reply.index,
@@ -319,6 +318,7 @@ def _record(session: Session) -> bytes:
             "activation": active
             and {
                 "index": active.index,
+                "ordinal": active.ordinal,
                 "digest": active.digest,
                 "items": active.items,
                 "model_calls": active.model_calls,
@@ -335,6 +335,7 @@ def _session(name: str, data: bytes, plan: RestorePlan) -> Session | None:
         if episode is None:
             return None
         session = Session(record["session"], episode, list(record["accesses"]))
+        session.activations = int(record["activations"])
         if (reply := record["reply"]) is not None:
             session.reply = Reply(int(reply["index"]), reply["digest"], dict(reply["response"]))
         if (active := record["activation"]) is not None:
@@ -342,6 +343,7 @@ def _session(name: str, data: bytes, plan: RestorePlan) -> Session | None:
                 active["index"],
                 active["digest"],
                 0.0,
+                int(active["ordinal"]),
                 items=list(active["items"]),
                 model_calls=int(active["model_calls"]),
                 usage=dict(active["usage"]),

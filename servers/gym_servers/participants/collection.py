@@ -125,6 +125,13 @@ class CollectionParticipant(Participant):
         """Send every rollout that has no row, continued ones first, until all are done or have failed."""
         if not self._rollouts:
             return
+        try:
+            await self._drive()
+        except Exception as error:
+            self.problem = f"the collection ended by an error: {type(error).__name__}: {error}"
+            raise
+
+    async def _drive(self) -> None:
         await self.load()
         await self.gate.wait_open()
         waiting = [r for r in self._rollouts if r not in self._done and r not in self._failed]

@@ -127,6 +127,8 @@ class EnvironmentParticipant(Participant):
             live.parked = True  # it stands at its boundary until its first stage moves it
             del self._unclaimed[episode.rollout_id]
         live.task = asyncio.ensure_future(self._drive(live, unclaimed, body))
+        # Not by the task itself: one that is cancelled before its first step runs none of its code.
+        live.task.add_done_callback(lambda _: self._ended(live))
         await self._retire_lower(episode)
         return await self._join(live)
 
@@ -136,13 +138,14 @@ class EnvironmentParticipant(Participant):
         unclaimed: Unclaimed | None,
         body: Callable[[Live, Unclaimed | None], Awaitable[Any]],
     ) -> Any:
-        try:
-            result = await body(live, unclaimed)
-            self._remember(live, result)
-            return result
-        finally:
-            self._live.pop(live.episode.key, None)
-            self.gate.touch()
+        result = await body(live, unclaimed)
+        self._remember(live, result)
+        return result
+
+    def _ended(self, live: Live) -> None:
+        if self._live.get(live.episode.key) is live:
+            del self._live[live.episode.key]
+        self.gate.touch()
 
     async def _join(self, live: Live) -> Any:
         """The episode's result. The caller may go away: the episode goes on, and can be joined again."""

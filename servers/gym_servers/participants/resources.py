@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gym_servers.participants.base import Participant, RestorePlan, Scope, Survey
+from gym_servers.participants.busy import Busy
 from gym_servers.participants.gate import Gate
 from gym_servers.participants.records import from_bytes, reading, to_bytes
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.identity import Episode, parse_key
-from gym_servers.protocol.messages import Blocker
 
 ExportHook = Callable[[Sequence[str]], Awaitable[Mapping[str, Any]]]
 CheckHook = Callable[[Mapping[str, Any]], Mapping[str, Any]]
@@ -60,7 +60,7 @@ class ResourcesParticipant(Participant):
         self._sessions: dict[str, ToolSession] = {}
         self._by_key: dict[str, str] = {}
         self._ended: dict[str, Episode] = {}
-        self._busy: dict[object, tuple[str, str, float]] = {}
+        self._busy = Busy(gate)
         self._restarts: frozenset[str] = frozenset()
 
     async def seed(
@@ -68,8 +68,11 @@ class ResourcesParticipant(Participant):
     ) -> ToolSession:
         """Start a session; one that the episode already has is replaced, and its state freed."""
         await self._enter(episode)
-        with self._working(session_id, episode, "seed"):
+        with self._busy.working(_name(session_id, episode), "seed"):
             await begin()
+            if episode is not None and self.gate.enabled and self.gate.fence.is_stale(episode):
+                await self.hooks.retire(session_id)  # it was retired meanwhile: what was begun must not stay
+                self.gate.fence.check(episode)
             session = ToolSession(session_id, episode)
             self._sessions[session_id] = session
             if episode is not None:
@@ -125,7 +128,7 @@ class ResourcesParticipant(Participant):
                 return reply
             if replay:
                 return await work(session)
-            with self._working(session.id, session.episode, where):
+            with self._busy.working(_name(session.id, session.episode), where):
                 reply = await work(session)
                 if call_id is not None:
                     session.replies[call_id] = (digest, reply)
@@ -145,7 +148,7 @@ class ResourcesParticipant(Participant):
                 # A call before us may have waited with the lock for a checkpoint to end: a close that waits for the
                 # lock must not hold that checkpoint up, so it counts as work from here on.
                 if not self.gate.checkpoint_open:
-                    with self._working(session_id, episode, "close"):
+                    with self._busy.working(_name(session_id, episode), "close"):
                         await self._end(session_id)
                     return
 
@@ -174,21 +177,13 @@ class ResourcesParticipant(Participant):
             del self._by_key[key]
         await self.hooks.retire(session_id)
 
-    def _working(self, session_id: str, episode: Episode | None, where: str) -> _Working:
-        return _Working(self, episode.key if episode else session_id, where)
-
     # ---- participant --------------------------------------------------------------------------------------
 
     def closing(self, restarts: frozenset[str]) -> None:
         self._restarts = restarts
 
     def survey(self) -> Survey:
-        now = self.gate.clock()
-        blockers = [
-            Blocker(id=key, where=where, age_seconds=round(now - since, 3))
-            for key, where, since in self._busy.values()
-            if key not in self._restarts
-        ]
+        blockers = self._busy.blockers(self._restarts)
         restarts: frozenset[str] = frozenset()
         if self.mode == "restart_only":
             restarts = frozenset(self._by_key)
@@ -244,6 +239,7 @@ class ResourcesParticipant(Participant):
 
     async def retire(self, episodes: Sequence[Episode]) -> None:
         wanted = {episode.rollout_id: episode.attempt for episode in episodes}
+        await self._busy.wait_done(wanted)
         for session in list(self._sessions.values()):
             if session.episode is None:
                 continue
@@ -252,18 +248,9 @@ class ResourcesParticipant(Participant):
                     await self._end(session.id)
 
 
-class _Working:
-    """Marks a call as in progress; it holds a checkpoint up until it is done."""
-
-    def __init__(self, participant: ResourcesParticipant, key: str, where: str) -> None:
-        self._participant, self._entry = participant, (key, where, participant.gate.clock())
-
-    def __enter__(self) -> None:
-        self._participant._busy[self] = self._entry
-
-    def __exit__(self, *_: object) -> None:
-        del self._participant._busy[self]
-        self._participant.gate.touch()
+def _name(session_id: str, episode: Episode | None) -> str:
+    """What work on a session is known by: its episode, if it has one."""
+    return episode.key if episode is not None else session_id
 
 
 def _record(session: ToolSession, state: Any) -> bytes:

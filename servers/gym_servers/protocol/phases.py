@@ -83,6 +83,8 @@ def judge(control: Control, verb: Input, checkpoint_id: str) -> Verdict:
     if verb is Input.RESUME:
         if control.phase is Phase.IDLE:
             return Verdict.NOTHING
+        if control.phase is Phase.STARTING and checkpoint_id in control.finished:
+            raise ProtocolError("stale_checkpoint", f"{checkpoint_id} expired here; restore again with a new id")
         if control.phase is Phase.STARTING or same:
             return Verdict.PROCEED
         raise ProtocolError(

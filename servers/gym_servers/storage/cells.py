@@ -21,9 +21,21 @@ def directory_name(cell_attempt: int, sequence: int, checkpoint_id: str) -> str:
     return f"{CHECKPOINTS}/{cell_attempt:06d}-{sequence:06d}-{checkpoint_id}"
 
 
-def persist_attempt(cell: ObjectStore, attempt: int) -> None:
-    """Use an attempt number up, durably, before any work starts under it."""
-    cell.create(f"{ATTEMPTS}/{attempt}", canonical({"attempt": attempt}))
+def use_attempt_up(cell: ObjectStore, attempt: int, owner: str) -> None:
+    """Use an attempt number up, durably, before any work starts under it. Raises ObjectConflict where another owner
+    has it: a driver and a recovery must never run under the same number."""
+    cell.create(f"{ATTEMPTS}/{attempt}", canonical({"attempt": attempt, "owner": owner}))
+
+
+def reserve_attempt(cell: ObjectStore, above: int, owner: str) -> int:
+    """The lowest number above `above` and above all that were used up, now used up by `owner`."""
+    attempt = max(above, highest_attempt(cell)) + 1
+    while True:
+        try:
+            use_attempt_up(cell, attempt, owner)
+            return attempt
+        except ObjectConflict:
+            attempt += 1
 
 
 def highest_attempt(cell: ObjectStore) -> int:

@@ -62,10 +62,17 @@ def write_records(
     directory: str,
     packs: list[Pack],
     manifest: Callable[[list[PackEntry], list[RecordEntry]], Manifest],
+    go_on: Callable[[], None] = lambda: None,
 ) -> str:
-    """Write packs, then the manifest; the manifest's SHA-256. Raises StorageError."""
+    """Write packs, then the manifest; the manifest's SHA-256. `go_on` is asked before each pack and may raise.
+    Raises StorageError."""
+
+    def write(pack: Pack) -> None:
+        go_on()
+        store.create(pack.key, pack.data)
+
     with ThreadPoolExecutor(PARALLEL) as pool:
-        list(pool.map(lambda pack: store.create(pack.key, pack.data), packs))
+        list(pool.map(write, packs))
     document = manifest(
         [PackEntry(key=p.key, size=len(p.data), sha256=p.digest) for p in packs],
         [entry for p in packs for entry in p.entries],

@@ -78,10 +78,13 @@ def test_another_id_never_touches_what_is_open(phase: Phase, verb: Input) -> Non
 @pytest.mark.parametrize(
     ("phase", "verb"), list(itertools.product(SETTLED, (Input.PREPARE, Input.COMMIT, Input.RESTORE)))
 )
-def test_an_id_that_is_over_is_stale_for_every_verb_but_resume(phase: Phase, verb: Input) -> None:
+def test_an_id_that_is_over_is_stale_for_every_verb_but_a_resume_in_idle(phase: Phase, verb: Input) -> None:
     control = remember(at(phase), "mine")
     assert code(control, verb, "mine") == "stale_checkpoint"
-    assert judge(control, Input.RESUME, "mine") in (Verdict.NOTHING, Verdict.PROCEED)
+    if phase is Phase.IDLE:
+        assert judge(control, Input.RESUME, "mine") is Verdict.NOTHING
+    else:  # an expired restore must not open a process that has uninstalled it
+        assert code(control, Input.RESUME, "mine") == "stale_checkpoint"
 
 
 @pytest.mark.parametrize(("phase", "by"), list(itertools.product(Phase, Input)))

@@ -16,9 +16,10 @@ from gym_servers.storage.cells import (
     PROPOSAL,
     directory_name,
     highest_attempt,
-    persist_attempt,
     published,
+    reserve_attempt,
     settle,
+    use_attempt_up,
 )
 from gym_servers.storage.directory import DirectoryStore
 from gym_servers.storage.locate import join, open_store
@@ -32,7 +33,7 @@ from gym_servers.storage.manifest import (
     RecordEntry,
 )
 from gym_servers.storage.packs import pack_records, write_records
-from gym_servers.storage.store import StorageError
+from gym_servers.storage.store import ObjectConflict, StorageError
 
 CODE = CodeIdentity(image="i", server="counter", config_digest="c", record_format=1)
 
@@ -236,9 +237,24 @@ def test_a_settled_document_that_cannot_be_read_does_not_stop_the_recovery(cell:
 def test_attempts_are_used_up_once_and_counted_by_number(cell: DirectoryStore) -> None:
     assert highest_attempt(cell) == 0
     for attempt in (2, 10, 9, 10):
-        persist_attempt(cell, attempt)
+        use_attempt_up(cell, attempt, "driver")
     cell.create("attempts/not-a-number", b"")
     assert highest_attempt(cell) == 10
+
+
+def test_a_number_is_used_up_by_one_owner_alone(tmp_path: Path) -> None:
+    cell = DirectoryStore(tmp_path)
+    use_attempt_up(cell, 1, "driver")
+    use_attempt_up(cell, 1, "driver")  # its own, again after a lost answer
+    with pytest.raises(ObjectConflict):
+        use_attempt_up(cell, 1, "recovery")
+    assert reserve_attempt(cell, 0, "recovery") == 2
+    with pytest.raises(ObjectConflict):
+        use_attempt_up(cell, 2, "driver")
+
+
+def test_a_reserved_number_is_above_what_the_record_knows(tmp_path: Path) -> None:
+    assert reserve_attempt(DirectoryStore(tmp_path), 6, "recovery") == 7
 
 
 def test_reading_a_tombstone_back_is_not_an_error(tmp_path: Path) -> None:
