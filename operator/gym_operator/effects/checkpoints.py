@@ -193,7 +193,10 @@ class Checkpoints:
         try:
             outcome = await controller.take(id, writer.name, tell, **timeouts)
         except CheckpointFailed as error:
-            if error.reason == "CellNotRunning" and (writer.status.phase or "Pending") == "Pending":
+            if (
+                error.reason in ("CellNotRunning", "CheckpointOpen")
+                and (writer.status.phase or "Pending") == "Pending"
+            ):
                 return  # something died in between: it stays in the queue
             reason, message = self._ending or (error.reason, str(error))
             await self._end(

@@ -120,31 +120,46 @@ class CheckpointWriter:
         self.namespace, self.name, self.uid = metadata["namespace"], metadata["name"], metadata["uid"]
         self.generation = int(metadata.get("generation") or 0)
         self.status = status
+        self._unanswered: CheckpointStatus | None = None
+        self._writing = asyncio.Lock()
 
     async def write(self, status: CheckpointStatus) -> None:
-        """Write a status that differs. Raises Gone, Superseded, KubeError."""
-        if status == self.status:
-            return
-        for _ in range(TRIES):
-            document = status.document()
-            body = _body(names.CHECKPOINT_KIND, self.namespace, self.name, self.uid, self._version, document)
-            try:
-                written = await self._kube.replace_status(CHECKPOINTS, self.namespace, body)
-            except NotFound as error:
-                raise Gone(str(error)) from error
-            except Conflict:
-                current = await _current(self._kube, CHECKPOINTS, self.namespace, self.name, self.uid)
-                theirs = CheckpointStatus.model_validate(current.get("status") or {})
-                if theirs == status:  # our own write, whose answer was lost
-                    self.status, self._version = status, current["metadata"]["resourceVersion"]
-                    return
-                if theirs != self.status:
-                    raise Superseded("another operator has written the status of this checkpoint") from None
-                self._version = current["metadata"]["resourceVersion"]
-                continue
-            self.status, self._version = status, written["metadata"]["resourceVersion"]
-            return
-        raise KubeError(409, f"the status of checkpoint {self.name} could not be written: it changes all the time")
+        """Write a status that differs. Raises Gone, Superseded, KubeError.
+
+        Whoever waits may be broken off by a death; the write goes on, so that what is there is never unknown.
+        """
+        writing = asyncio.ensure_future(self._write(status))
+        writing.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be left to see it
+        await asyncio.shield(writing)
+
+    async def _write(self, status: CheckpointStatus) -> None:
+        async with self._writing:
+            if status == self.status:
+                return
+            for _ in range(TRIES):
+                document = status.document()
+                body = _body(names.CHECKPOINT_KIND, self.namespace, self.name, self.uid, self._version, document)
+                try:
+                    written = await self._kube.replace_status(CHECKPOINTS, self.namespace, body)
+                except NotFound as error:
+                    raise Gone(str(error)) from error
+                except Conflict:
+                    current = await _current(self._kube, CHECKPOINTS, self.namespace, self.name, self.uid)
+                    theirs = CheckpointStatus.model_validate(current.get("status") or {})
+                    if theirs not in (self.status, self._unanswered, status):
+                        raise Superseded("another operator has written the status of this checkpoint") from None
+                    self.status, self._version = theirs, current["metadata"]["resourceVersion"]
+                    if theirs == status:  # our own write, whose answer was lost
+                        return
+                    continue
+                except KubeError:
+                    self._unanswered = status  # it may have been written all the same
+                    raise
+                self.status, self._version = status, written["metadata"]["resourceVersion"]
+                return
+            raise KubeError(
+                409, f"the status of checkpoint {self.name} could not be written: it changes all the time"
+            )
 
 
 def _with_record(status: StackStatus, record: CellRecord) -> StackStatus:

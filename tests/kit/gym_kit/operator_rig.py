@@ -36,7 +36,7 @@ from gym_kit.hollow_node import HollowNode
 from gym_kit.ports import free_ports
 from gym_kit.progress import Progress
 from gym_operator.api import names
-from gym_operator.effects.kube import CHECKPOINTS, SECRETS, STACKS, ApiKube, NotFound, Resource, connect
+from gym_operator.effects.kube import CHECKPOINTS, PODS, SECRETS, STACKS, ApiKube, NotFound, Resource, connect
 from gym_servers.engine.rows import counter_rows
 from gym_servers.stack.settings import S3Settings
 from gym_servers.storage.locate import open_store
@@ -215,10 +215,18 @@ class OperatorRig:
             if self._running_node is not None and self._running_node.done():
                 self._running_node.result()  # nothing comes up any more
             if time.monotonic() - began > seconds:
-                words = self.log.read_text()[-3000:] if self.log.exists() else ""
-                raise AssertionError(f"{what}: not within {seconds:g} s; the operator says:\n{words}")
+                raise AssertionError(f"{what}: not within {seconds:g} s\n{self._picture()}")
             time.sleep(interval)
         return time.monotonic() - began
+
+    def _picture(self) -> str:
+        """Where everything stands, for a test that has waited in vain."""
+        words = self.log.read_text()[-2000:] if self.log.exists() else ""
+        found = [f"the operator says:\n{words}"]
+        for resource in (STACKS, CHECKPOINTS, PODS):
+            for body in self.run(self.kube.list_all(resource, NAMESPACE)).items:
+                found.append(f"{resource.plural} {body['metadata']['name']}: {json.dumps(body.get('status'))[:1500]}")
+        return "\n".join(found)
 
     # ---- parts --------------------------------------------------------------------------------------------
 
