@@ -76,6 +76,15 @@ async def code(call: Awaitable[Any]) -> str:
     return refused.value.code
 
 
+async def stubborn(_: Activation) -> dict[str, Any]:
+    """A turn loop that needs a second to end."""
+    try:
+        await asyncio.sleep(1000)
+    finally:
+        await asyncio.sleep(1)
+    return {}
+
+
 # ---- activations ------------------------------------------------------------------------------------------
 
 
@@ -150,6 +159,40 @@ async def test_without_an_index_every_request_is_a_new_activation() -> None:
         loop.free()
         await activate(participant, session, loop, None)
     assert loop.log.count("model") == 6
+
+
+async def test_activations_without_an_index_are_told_apart_also_after_a_restore() -> None:
+    """Their model calls are named after them: two of one name would be one call."""
+    ordinals: list[int] = []
+
+    async def note(activation: Activation) -> dict[str, Any]:
+        ordinals.append(activation.ordinal)
+        return {}
+
+    first = agent()
+    session, loop = await seeded(first), Loop(first)
+    for digest in ("a", "b"):
+        await activate(first, session, note, None, digest)
+    running = activate(first, session, loop, None, "c")
+    await settle()
+    records = await checkpoint(first)
+    running.cancel()
+    second = await restored(records)
+    found = second.session("s", R1)
+    for digest in ("c", "d"):
+        await activate(second, found, note, None, digest)
+    assert ordinals == [1, 2, 3, 4]
+
+
+async def test_an_activation_that_is_cancelled_before_its_first_step_leaves_nothing() -> None:
+    participant = agent()
+    session = await seeded(participant)
+    running = activate(participant, session, Loop(participant))
+    retiring = asyncio.create_task(participant.retire([R0]))  # in the same turn of the event loop
+    await asyncio.wait([running, retiring])
+    assert await code(running) == "session_lost"
+    assert session.activation is None
+    assert prepare(participant)
 
 
 @pytest.mark.parametrize("episode", [R1, Episode("other", 0), None])
@@ -353,14 +396,6 @@ async def test_seeds_that_come_together_leave_one_session() -> None:
     """Also where ending the old one takes a while."""
     participant = agent()
     session = await seeded(participant)
-
-    async def stubborn(_: Activation) -> dict[str, Any]:
-        try:
-            await asyncio.sleep(1000)
-        finally:
-            await asyncio.sleep(1)
-        return {}
-
     running = activate(participant, session, stubborn)
     await settle()
     await asyncio.gather(*(seeded(participant, session=f"s{n}") for n in range(5)))
@@ -417,6 +452,29 @@ async def test_retire_costs_only_its_own_rollout_and_is_repeatable() -> None:
     assert await code(seeded(participant)) == "stale_attempt"
 
 
+async def test_a_retire_waits_for_a_seed_in_progress_and_the_seed_brings_nothing_back() -> None:
+    participant = agent()
+    session = await seeded(participant, session="old")
+    running = activate(participant, session, stubborn)
+    await settle()
+    seeding = asyncio.create_task(seeded(participant, session="new"))
+    await settle()
+    participant.gate.fence.mark("r", 0)
+    began = now()
+    await participant.retire([R0])
+    assert now() - began == pytest.approx(1, abs=0.1)  # what the seed waits for
+    assert participant.survey().counts == {"sessions": 0, "busy": 0}
+    assert await code(seeding) == "stale_attempt"
+    assert await code(running) == "session_lost"
+
+
 async def test_a_fresh_process_takes_no_work_before_it_is_in_service() -> None:
+    """Nor does it call a session lost that is to be restored."""
     participant = agent(started=False)
     assert await code(seeded(participant)) == "admission_closed"
+    with pytest.raises(ProtocolError) as refused:
+        participant.session("s", R0)
+    assert refused.value.code == "admission_closed"
+    start(participant)
+    with pytest.raises(ProtocolError, match="session_lost"):
+        participant.session("s", R0)

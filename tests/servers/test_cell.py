@@ -6,6 +6,7 @@ import asyncio
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,9 @@ from gym_servers.collection.output import DirectoryOutput
 from gym_servers.coordination.checkpoint import Progress
 from gym_servers.coordination.record import Stage
 from gym_servers.engine.rows import counter_rows
+from gym_servers.participants.agent import AgentParticipant
+from gym_servers.protocol.errors import ProtocolError
+from gym_servers.protocol.identity import Episode
 
 NAMES = ("env", "policy", "agent", "counter", "collection")
 
@@ -169,6 +173,27 @@ async def test_a_checkpoint_that_vanished_after_it_was_chosen_is_no_reason_to_wa
         counted = rig.account(2)
         assert counted.problems == []
         assert counted.restarted == 2
+
+
+async def test_an_episode_whose_seed_fails_half_way_leaves_no_tool_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tools are seeded first, then the agent refuses: whatever a seed got to is closed again."""
+    async with cell(tmp_path, counter_rows(2, 1)) as rig:
+        seed, refused = AgentParticipant.seed, 0
+
+        async def refuses(self: AgentParticipant, session: str, episode: Episode, accesses: Any) -> Any:
+            nonlocal refused
+            if episode.attempt == 0:
+                refused += 1
+                raise ProtocolError("invalid_request", "the agent cannot")
+            return await seed(self, session, episode, accesses)
+
+        monkeypatch.setattr(AgentParticipant, "seed", refuses)
+        await rig.until(rig.complete)
+        assert refused == 2
+        assert rig.participant("counter").survey().counts == {"sessions": 0, "busy": 0}
+        assert rig.participant("agent").survey().counts == {"sessions": 0, "busy": 0}
 
 
 async def test_a_row_that_is_ahead_of_the_checkpoint_is_kept_and_its_episode_is_retired_everywhere(

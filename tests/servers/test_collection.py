@@ -233,6 +233,21 @@ async def test_an_output_that_is_away_is_waited_for_and_named(
     assert [row["_ng_attempt_index"] for row in driver.rows()] == [1]
 
 
+async def test_an_end_that_nobody_expected_is_told_as_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(self: DirectoryOutput, complete: bool) -> None:
+        raise RuntimeError("no such column")
+
+    monkeypatch.setattr(DirectoryOutput, "finish", broken)
+    driver = Driver(tmp_path, 1)
+    driver.answer("0-0")
+    with pytest.raises(RuntimeError):
+        await driver.driving
+    assert "RuntimeError: no such column" in driver.participant.problem
+    assert not driver.participant.progress()["ended"]
+
+
 async def test_a_disk_that_fails_under_a_row_leaves_no_half_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from gym_rig.stub import GRACE, Control, Refused, answer
+from gym_rig.stub import GRACE, Control, Refused, Stub, answer
 from gym_rig.virtual import settle
 from gym_servers.protocol.messages import MAX_BLOCKERS
 from gym_servers.protocol.phases import Phase
+from gym_servers.storage.directory import DirectoryStore
 
 VERBS = {
     "prepare": {},
@@ -270,6 +271,36 @@ def slow(control: Control, monkeypatch: pytest.MonkeyPatch, gate: asyncio.Event)
     monkeypatch.setattr(RecordWrite, "_run", run)
 
 
+async def test_a_background_write_that_hangs_ends_at_its_deadline_and_the_next_checkpoint_is_let_in(
+    idle: Callable[[], Control], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the store comes back later: what it then writes is of no checkpoint any more."""
+    control = idle()
+    store, hung = DirectoryStore.create, asyncio.Event()
+
+    async def hang(work: Callable[[], str]) -> str:
+        await hung.wait()
+        return work()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(asyncio, "to_thread", hang)
+        await control.call("prepare")
+        await control.commit(background=True, seconds=20)
+        await control.call("resume")
+        await asyncio.sleep(19)
+        assert (await control.status())["write"]["state"] == "writing"
+        await asyncio.sleep(2)
+        write = (await control.status())["write"]
+        assert (write["state"], write["detail"]) == ("failed", "the records were not written by the deadline")
+    assert (await control.call("prepare", "next"))["phase"] == "prepared"
+    keys: list[str] = []
+    monkeypatch.setattr(DirectoryStore, "create", lambda self, key, data: (keys.append(key), store(self, key, data)))
+    hung.set()
+    await settle()
+    assert keys == []
+    assert (await control.commit("next", checkpoint_dir=str(control.folder / "next")))["phase"] == "committed"
+
+
 async def test_resume_stops_an_unfinished_write_that_is_not_background(
     idle: Callable[[], Control], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,6 +344,44 @@ async def test_a_write_that_cannot_be_done_says_why(idle: Callable[[], Control])
     error = await refused(control.commit(checkpoint_dir=str(control.folder / "file")), "checkpoint_error")
     assert "cannot use" in error.detail
     assert (await control.status())["write"]["state"] == "failed"
+
+
+async def test_a_fault_in_a_servers_export_is_told_at_once(
+    idle: Callable[[], Control], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    control = idle()
+
+    async def broken(self: Stub, scope: Any) -> Any:
+        raise RuntimeError("a fault with a SECRET in it")
+
+    await control.call("prepare")
+    began = control.time()
+    with monkeypatch.context() as patched:
+        patched.setattr(Stub, "export", broken)
+        error = await refused(control.commit(), "checkpoint_error")
+    assert "RuntimeError" in error.detail
+    assert "SECRET" not in error.detail
+    assert control.time() - began < 1
+    assert (await control.commit())["phase"] == "committed"
+
+
+async def test_a_fault_in_a_servers_reading_is_told_at_once_and_installs_nothing(
+    fresh: Callable[[], Control], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await written(Control(tmp_path, coordinated=False))
+    control = fresh()
+
+    def broken(self: Stub, records: Any, plan: Any) -> Any:
+        raise KeyError("a field")
+
+    began = control.time()
+    with monkeypatch.context() as patched:
+        patched.setattr(Stub, "read", broken)
+        error = await refused(control.restore(), "invalid_checkpoint_state")
+    assert "KeyError" in error.detail
+    assert control.time() - began < 1
+    assert (control.gate.phase, control.stub.installed) == (Phase.STARTING, None)
+    assert (await control.restore())["restored"] == ["r-a1"]
 
 
 async def test_resume_ends_a_commit_that_still_freezes(idle: Callable[[], Control]) -> None:
@@ -494,6 +563,31 @@ async def test_a_restore_that_a_resume_overtook_is_refused(
     assert error.value.code in ("invalid_phase", "stale_checkpoint")
     assert control.stub.installed is None
     assert control.gate.is_open
+
+
+@pytest.mark.parametrize("before", ["nothing", "an expired restore"])
+async def test_a_resume_that_was_meant_for_the_process_before_never_opens_a_fresh_one(
+    fresh: Callable[[], Control], tmp_path: Path, before: str
+) -> None:
+    await written(Control(tmp_path, coordinated=False))
+    control = fresh()
+    if before == "an expired restore":
+        await control.restore()
+        await asyncio.sleep(GRACE + 1)
+    await refused(control.call("resume", "checkpoint-of-another-process"), "invalid_phase")
+    assert control.gate.phase is Phase.STARTING
+    assert (await control.call("resume", "start", cell_attempt=1))["phase"] == "idle"
+
+
+async def test_the_resume_of_a_restore_that_has_expired_does_not_open_an_empty_process(
+    fresh: Callable[[], Control], tmp_path: Path
+) -> None:
+    await written(Control(tmp_path, coordinated=False))
+    control = fresh()
+    await control.restore()
+    await asyncio.sleep(GRACE + 1)
+    await refused(control.call("resume", "restore", cell_attempt=1), "stale_checkpoint")
+    assert (control.gate.phase, control.stub.installed) == (Phase.STARTING, None)
 
 
 async def test_resume_from_starting_raises_the_floor(fresh: Callable[[], Control]) -> None:

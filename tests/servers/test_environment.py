@@ -435,6 +435,16 @@ async def test_cleanup_is_never_interrupted_and_retire_waits_for_it() -> None:
     assert await code(running) == "stale_attempt"
 
 
+async def test_an_episode_that_is_cancelled_before_its_first_step_does_not_stay_live() -> None:
+    participant = environment()
+    running = run(participant, R0, Turn(participant))
+    retiring = asyncio.create_task(participant.retire([R0]))  # in the same turn of the event loop
+    await asyncio.wait([running, retiring])
+    assert await code(running) == "stale_attempt"
+    assert participant.survey().counts["live"] == 0
+    assert prepare(participant)
+
+
 async def test_a_retire_of_an_unclaimed_record_frees_it() -> None:
     participant = restored(await parked(), "r")
     await participant.retire([R1])

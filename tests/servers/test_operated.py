@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,15 @@ import pytest
 from gym_operator.effects.kube import CHECKPOINTS, PODS, STACKS
 from gym_operator.rules.cell_record import from_document
 from gym_rig.cell import IDENTITY
+from gym_rig.fake_kube import FakeKube
 from gym_rig.operated import OperatedRig, operated
+from gym_rig.virtual import now
 from gym_servers.engine.rows import counter_rows
 from gym_servers.local.demo import account_of
+from gym_servers.storage.directory import DirectoryStore
 from gym_servers.storage.locate import open_store
 from gym_servers.storage.manifest import CHECKPOINT, read_publication
-from gym_servers.storage.store import ObjectMissing
+from gym_servers.storage.store import ObjectMissing, StorageError
 
 ROWS = 6
 
@@ -114,6 +118,55 @@ def published(status: dict[str, Any]) -> bool:
         return read_publication(open_store(status["uri"]).get(CHECKPOINT)).state == "published"
     except ObjectMissing:
         return False
+
+
+@pytest.mark.parametrize("lands", ["at once", "late"])
+@pytest.mark.parametrize("phase", ["Preparing", "Committing", "Publishing"])
+async def test_a_death_during_a_slow_write_of_a_checkpoints_status_delays_nothing_and_is_told_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str, lands: str
+) -> None:
+    """The API server takes a second to answer, and has done what was asked at its beginning or at its end."""
+    original, died = FakeKube.replace_status, asyncio.Event()
+    async with operated(tmp_path, rows()) as rig:
+
+        async def slow(self: FakeKube, resource: Any, namespace: str, body: Any) -> Any:
+            if resource != CHECKPOINTS or body["status"].get("phase") != phase or died.is_set():
+                return await original(self, resource, namespace, body)
+            died.set()
+            written = await original(self, resource, namespace, body) if lands == "at once" else None
+            rig.kube.remove(PODS, IDENTITY.namespace, "rig-agent-0")
+            await asyncio.sleep(1)
+            return written or await original(self, resource, namespace, body)
+
+        monkeypatch.setattr(FakeKube, "replace_status", slow)
+        await under_way(rig)
+        rig.checkpoint("one")
+        await rig.until(died.is_set, "the agent died")
+        began = now()
+        await rig.until(lambda: rig.in_service(1), "recovered")
+        assert now() - began < 10
+        await rig.until(lambda: rig.final("one"), "final")
+        status = rig.status(CHECKPOINTS, "one")
+        assert (status["phase"] == "Succeeded") == published(status) == (phase == "Publishing"), status
+        restored = rig.status()["cells"][0]["recoveries"][-1].get("checkpoint")
+        assert restored == (status["checkpointID"] if phase == "Publishing" else None)
+
+
+async def test_a_publication_whose_answer_was_lost_succeeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, lost = DirectoryStore.create, False
+
+    def create(self: DirectoryStore, key: str, data: bytes) -> None:
+        nonlocal lost
+        original(self, key, data)
+        if key.endswith(CHECKPOINT) and not lost:
+            lost = True
+            raise StorageError("the bucket does not answer")
+
+    monkeypatch.setattr(DirectoryStore, "create", create)
+    async with operated(tmp_path, rows()) as rig:
+        await under_way(rig)
+        status = await taken(rig, "one")
+        assert (lost, status["phase"], published(status)) == (True, "Succeeded", True)
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])

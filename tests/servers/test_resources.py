@@ -244,6 +244,25 @@ async def test_a_seed_that_fails_leaves_no_session() -> None:
     assert tools.participant.survey().counts == {"sessions": 0, "busy": 0}
 
 
+async def test_a_retire_waits_for_a_seed_in_progress_and_what_that_began_is_freed() -> None:
+    tools = Tools()
+    tools.hold()
+    seeding = asyncio.create_task(tools.seed())
+    other = asyncio.create_task(tools.seed("o", Episode("o", 0)))
+    await settle()
+    tools.participant.gate.fence.mark("r", 0)
+    retiring = asyncio.create_task(tools.participant.retire([R0]))
+    await asyncio.sleep(100)
+    assert not retiring.done()
+    tools.turnstile.release()
+    await retiring
+    assert tools.values == {}
+    assert await code(seeding) == "stale_attempt"
+    tools.turnstile.release()
+    await other
+    assert tools.values == {"o": 0}
+
+
 # ---- checkpoints ------------------------------------------------------------------------------------------
 
 

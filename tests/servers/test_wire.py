@@ -155,6 +155,7 @@ async def test_a_fresh_process_is_not_ready_and_takes_no_work(tmp_path: Path) ->
             ("counter", "/ng-rollout/x/seed_session", ROW),
             ("policy", "/ng-rollout/x/v1/responses", {"input": "x"}),
             ("agent", "/ng-rollout/x/v1/agent_sessions", {"agent_session_id": "a"}),
+            ("agent", "/ng-rollout/x/v1/responses", {"input": "x"}),
             ("env", "/run", {"episode_id": {"rollout_id": "x"}, "task": TASK}),
         ):
             response = await post(rig, server, path, body)
@@ -217,6 +218,17 @@ async def test_an_activation_header_that_is_no_number_is_refused(tmp_path: Path)
         sent = {headers.ACTIVATION: "2"}
         response = await post(rig, "agent", "/ng-rollout/x/v1/responses", {"input": "x"}, jar=jar, **sent)
         assert code(response) == "activation_out_of_order"
+
+
+async def test_requests_without_an_activation_header_never_collide(tmp_path: Path) -> None:
+    async with foreign(tmp_path) as rig:
+        await serving(rig)
+        _, jar = await ok(rig, "agent", "/ng-rollout/x/v1/agent_sessions", {"agent_session_id": "a"})
+        replies = [
+            (await ok(rig, "agent", "/ng-rollout/x/v1/responses", {"input": text}, jar=jar))[0]
+            for text in ("one", "other")
+        ]
+        assert replies[0]["id"] != replies[1]["id"]
 
 
 async def test_a_cookie_of_another_stack_is_a_lost_session(tmp_path: Path) -> None:

@@ -96,10 +96,12 @@ async def _retire_ahead(clients: Sequence[ParticipantClient], restore_id: str, d
 
 
 async def open_all(
-    clients: Sequence[ParticipantClient], verb_id: str, cell_attempt: int, wall: Callable[[], float]
+    clients: Sequence[ParticipantClient], verb_id: str, cell_attempt: int, grace: float, wall: Callable[[], float]
 ) -> None:
     """Resume every participant under the cell's attempt. Raises InstallFailed."""
-    problems = await resume_all(clients, verb_id, wall() + INSTALL_SECONDS, cell_attempt)
+    # Whoever is resumed last waits for the others with its lease running; who is open already refuses a renewal.
+    async with leased(lambda: clients, verb_id, grace):
+        problems = await resume_all(clients, verb_id, wall() + INSTALL_SECONDS, cell_attempt)
     if problems:
         raise InstallFailed("; ".join(problems.values()))
 

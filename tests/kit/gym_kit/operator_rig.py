@@ -53,8 +53,9 @@ T = TypeVar("T")
 class OperatorRig:
     """The API server, the bucket, the engine, the journal and the hollow node; an operator when asked for."""
 
-    def __init__(self, folder: Path, progress: Progress, network: int = 1) -> None:
-        self.folder, self._progress, self._network = folder, progress, network
+    def __init__(self, folder: Path, progress: Progress) -> None:
+        self.folder, self._progress = folder, progress
+        self._network = os.getpid() % 254 + 1  # of the loopback addresses: two rigs may run side by side
         self._exit = ExitStack()
         self._loop = asyncio.new_event_loop()
         self._operator: subprocess.Popen[bytes] | None = None

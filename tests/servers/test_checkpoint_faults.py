@@ -1,0 +1,261 @@
+"""What goes wrong while a checkpoint is taken: storage and the control network fail in between, participants die,
+the coordinator ends. What is reported is what storage says, and nobody stays closed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gym_rig.cell import Rig, cell
+from gym_rig.virtual import now
+from gym_servers.control.plane import ControlPlane
+from gym_servers.coordination import checkpoint as coordination
+from gym_servers.coordination.checkpoint import CheckpointFailed, Progress
+from gym_servers.coordination.client import ParticipantClient, Unreachable
+from gym_servers.coordination.record import Stage
+from gym_servers.coordination.verbs import together
+from gym_servers.engine.rows import counter_rows
+from gym_servers.protocol.errors import ProtocolError
+from gym_servers.storage.directory import DirectoryStore
+from gym_servers.storage.manifest import CHECKPOINT, read_publication
+from gym_servers.storage.store import StorageError
+
+
+def collecting(folder: Path) -> Any:
+    return cell(folder, counter_rows(3, 2))
+
+
+async def under_way(rig: Rig) -> None:
+    await rig.until(lambda: rig.effects() >= 3)
+
+
+async def quiet(_: Progress) -> None:
+    return None
+
+
+def stored(rig: Rig) -> list[str]:
+    """What storage says of its checkpoints."""
+    return [read_publication(path.read_bytes()).state for path in Path(rig.root).rglob(CHECKPOINT)]
+
+
+def restored(rig: Rig) -> str | None:
+    choice = rig.controller.record.recoveries[-1].checkpoint
+    return choice and choice.name
+
+
+def open_everywhere(rig: Rig) -> bool:
+    return all(one.server.participant.gate.is_open for one in rig.processes_by_name.values())
+
+
+def unreliable(monkeypatch: pytest.MonkeyPatch, *answers: str) -> list[str]:
+    """Storage answers the writes of `checkpoint.json` so: `lost` after it was written, `away` before. The answers
+    that are still to come."""
+    original, left = DirectoryStore.create, list(answers)
+
+    def create(self: DirectoryStore, key: str, data: bytes) -> None:
+        answer = left.pop(0) if left and key.endswith(CHECKPOINT) else ""
+        if answer != "away":
+            original(self, key, data)
+        if answer:
+            raise StorageError(f"the bucket does not answer ({answer})")
+
+    monkeypatch.setattr(DirectoryStore, "create", create)
+    return left
+
+
+# ---- publishing -------------------------------------------------------------------------------------------
+
+
+async def test_a_publication_whose_answer_was_lost_is_reported_as_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with collecting(tmp_path) as rig:
+        await under_way(rig)
+        left = unreliable(monkeypatch, "lost")
+        outcome = await rig.checkpoint("one")
+        assert (left, stored(rig), outcome.publication.state) == ([], ["published"], "published")
+        assert rig.controller.record.open is None
+        rig.kill("agent")
+        await rig.until(lambda: rig.running(1))
+        assert restored(rig) == "one"
+
+
+async def test_a_checkpoint_that_was_declared_failed_is_never_published_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the publication nor the tombstone got through: all records and the proposal are durable."""
+    async with collecting(tmp_path) as rig:
+        await under_way(rig)
+        left = unreliable(monkeypatch, "away", "away", "away")
+        taken = asyncio.ensure_future(rig.controller.take("one-id", "one", quiet))
+        await asyncio.wait([taken])
+        failure = taken.exception()
+        assert isinstance(failure, CheckpointFailed)
+        assert (failure.reason, failure.settled) == ("StorageError", False)
+        assert open_everywhere(rig)
+        opened = rig.controller.record.open
+        assert opened is not None
+        assert opened.given_up
+        with pytest.raises(CheckpointFailed, match="not settled yet"):
+            await rig.controller.take("two-id", "two", quiet)
+        with pytest.raises(StorageError):
+            await rig.controller.look()
+        await rig.until(lambda: rig.controller.record.open is None)
+        assert (left, stored(rig)) == ([], ["abandoned"])
+        await rig.checkpoint("two")
+
+
+@pytest.mark.parametrize("during", ["its announcement", "its write"])
+async def test_a_death_while_a_publication_is_under_way_publishes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, during: str
+) -> None:
+    """Also where that takes a while: all of it is durable by then."""
+    async with collecting(tmp_path) as rig:
+        await under_way(rig)
+        to_thread, killed = asyncio.to_thread, False
+
+        async def dies() -> None:
+            nonlocal killed
+            if not killed:
+                killed = True
+                rig.kill("agent")
+                await asyncio.sleep(2)
+
+        async def slow(work: Callable[..., Any], *arguments: Any) -> Any:
+            if work is coordination.settle and during == "its write":
+                await dies()
+            return await to_thread(work, *arguments)
+
+        async def tell(progress: Progress) -> None:
+            if progress.phase == "Publishing" and during == "its announcement":
+                await dies()
+
+        monkeypatch.setattr(asyncio, "to_thread", slow)
+        taken = asyncio.ensure_future(rig.controller.take("one-id", "one", tell))
+        await rig.until(lambda: taken.done() and rig.running(1))
+        assert taken.result().publication.state == "published"
+        assert (stored(rig), restored(rig)) == (["published"], "one")
+
+
+# ---- the pause --------------------------------------------------------------------------------------------
+
+
+async def test_one_lost_connection_does_not_fail_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A status is asked for again, as every verb is."""
+    async with collecting(tmp_path) as rig:
+        await under_way(rig)
+        once, lost = ParticipantClient._once, set()
+
+        async def flaky(self: ParticipantClient, method: str, verb: str, *arguments: Any) -> Any:
+            if (self.name, verb) not in lost:
+                lost.add((self.name, verb))
+                raise Unreachable(f"{self.name} does not answer on control: ReadError")
+            return await once(self, method, verb, *arguments)
+
+        monkeypatch.setattr(ParticipantClient, "_once", flaky)
+        outcome = await rig.controller.take("one-id", "one", quiet)
+        assert {verb for _, verb in lost} == {"status", "prepare", "commit", "renew", "resume"}
+        assert outcome.publication.state == "published"
+
+
+@pytest.mark.parametrize("by", ["the end of the coordinator", "a death"])
+async def test_a_checkpoint_that_is_cancelled_while_it_resumes_leaves_nobody_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    async with collecting(tmp_path) as rig:
+        await under_way(rig)
+        original, resuming = ControlPlane.resume, asyncio.Event()
+
+        async def slow(self: ControlPlane, request: Any) -> Any:
+            if self.author.kind == "resources" and not resuming.is_set():
+                resuming.set()
+                await asyncio.sleep(0.3)
+            return await original(self, request)
+
+        monkeypatch.setattr(ControlPlane, "resume", slow)
+        taken = asyncio.ensure_future(rig.controller.take("one-id", "one", quiet))
+        await resuming.wait()
+        began = now()
+        if by == "a death":
+            assert rig.controller._checkpoint is not None
+            rig.controller._checkpoint.cancel()
+        else:
+            await rig.controller.close()
+        await asyncio.wait([taken])
+        assert open_everywhere(rig)
+        assert now() - began < 2
+        assert isinstance(taken.exception(), CheckpointFailed)
+
+
+async def test_no_checkpoint_begins_while_a_recovery_is_decided(tmp_path: Path) -> None:
+    """Storage and the record take their time: until the record says so, the cell still counts as running."""
+    async with collecting(tmp_path) as rig:
+        await under_way(rig)
+        save, tried = rig.save, asyncio.Queue[Stage]()
+
+        async def slow(record: Any) -> None:
+            if record.stage is Stage.REPLACING:
+                with pytest.raises(CheckpointFailed, match="try again when it runs"):
+                    await rig.controller.take("late-id", "late", quiet)
+                tried.put_nowait(rig.controller.record.stage)
+            await save(record)
+
+        rig.save = slow  # type: ignore[method-assign]
+        rig.kill("agent")
+        await rig.until(lambda: rig.running(1))
+        assert tried.get_nowait() is Stage.RUNNING
+        assert rig.controller.record.open is None
+        assert stored(rig) == []
+
+
+async def test_what_is_done_together_has_ended_when_its_error_comes_out() -> None:
+    going: list[str] = []
+
+    async def slow(name: str) -> str:
+        going.append(name)
+        try:
+            await asyncio.sleep(100)
+        finally:
+            await asyncio.sleep(1)
+            going.remove(name)
+        return name
+
+    async def fails() -> str:
+        await asyncio.sleep(1)
+        raise StorageError("no")
+
+    work: list[Coroutine[Any, Any, str]] = [slow("a"), fails(), slow("b")]
+    with pytest.raises(StorageError, match="no"):
+        await together(*work)
+    assert going == []
+    assert await together(slow("a"), slow("b")) == ["a", "b"]
+
+
+async def test_a_refused_commit_leaves_no_other_commit_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with collecting(tmp_path) as rig:
+        await under_way(rig)
+        once, asked = ParticipantClient._once, 0
+
+        async def noted(self: ParticipantClient, method: str, verb: str, *arguments: Any) -> Any:
+            nonlocal asked
+            if verb != "commit":
+                return await once(self, method, verb, *arguments)
+            asked += 1
+            if self.name == "env":
+                raise ProtocolError("checkpoint_error", "env: the export failed")
+            raise Unreachable(f"{self.name} does not answer on control: ReadError")  # asked again
+
+        monkeypatch.setattr(ParticipantClient, "_once", noted)
+        with pytest.raises(CheckpointFailed, match="the export failed"):
+            await rig.checkpoint("one")
+        before = asked
+        await asyncio.sleep(30)
+        assert asked == before

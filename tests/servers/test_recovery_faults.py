@@ -1,0 +1,163 @@
+"""What goes wrong while a cell is put into service again: slow restores, deaths in between, two who count attempts.
+The rollouts continue all the same, and the journals prove it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gym_rig.cell import GRACE, Rig, cell
+from gym_servers.control.plane import ControlPlane
+from gym_servers.coordination.record import CellRecord, Stage
+from gym_servers.engine.rows import counter_rows
+from gym_servers.participants.collection import CollectionParticipant
+from gym_servers.protocol.phases import Phase
+
+SLOW_SECONDS = GRACE * 1.5  # longer than a lease, shorter than an installation may take
+
+
+async def checkpointed(rig: Rig) -> None:
+    await rig.until(lambda: rig.effects() >= 5)
+    await rig.checkpoint("one")
+
+
+async def all_continued(rig: Rig, rollouts: int = 4) -> None:
+    await rig.until(rig.complete)
+    counted = rig.account(rollouts)
+    assert counted.problems == []
+    assert (counted.rows, counted.reward_mean, counted.restarted, counted.continued) == (rollouts, 1.0, 0, rollouts)
+
+
+# ---- installation -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", ["restore", "retire", "resume"])
+async def test_a_participant_that_is_slower_than_a_lease_costs_the_others_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    async with cell(tmp_path, counter_rows(4, 1)) as rig:
+        await checkpointed(rig)
+        original, slowed = getattr(ControlPlane, verb), 0
+
+        async def slow(self: ControlPlane, request: Any) -> Any:
+            nonlocal slowed
+            if self.author.instance == "collection" and self.gate.phase is not Phase.IDLE:
+                slowed += 1
+                await asyncio.sleep(SLOW_SECONDS)
+            return await original(self, request)
+
+        monkeypatch.setattr(ControlPlane, verb, slow)
+        if verb == "retire":
+            # The output is ahead of the checkpoint, so that something is to be retired.
+            await rig.until(lambda: rig.progress().get("rows", 0) >= 1)
+        rig.kill("agent")
+        await rig.until(lambda: slowed)
+        await asyncio.sleep(SLOW_SECONDS - 1)  # no look is needed meanwhile
+        assert not rig.running(1)
+        await rig.until(lambda: rig.running(1))
+        assert (slowed, rig.controller.record.attempt) == (1, 1)
+        if verb == "retire":
+            await rig.until(rig.complete)
+            assert rig.account(4).problems == []
+        else:
+            await all_continued(rig)
+
+
+async def test_a_participant_that_lost_what_it_restored_is_never_left_in_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lease ran out, and somebody else opened it, empty, under the right attempt: the cell recovers again."""
+    async with cell(tmp_path, counter_rows(4, 1)) as rig:
+        await checkpointed(rig)
+        original, lost = ControlPlane.resume, False
+
+        async def loses(self: ControlPlane, request: Any) -> Any:
+            nonlocal lost
+            if self.author.instance == "agent" and self.gate.phase is Phase.RESTORED and not lost:
+                lost = True
+                self._expired()
+                request = request.model_copy(update={"checkpoint_id": "somebody-else"})
+            return await original(self, request)
+
+        monkeypatch.setattr(ControlPlane, "resume", loses)
+        rig.kill("agent")
+        await rig.until(lambda: rig.running(2))
+        assert "agent did not keep what was restored" in rig.controller.record.recoveries[-1].reason
+        await all_continued(rig)
+
+
+async def test_looks_go_on_after_an_installation_that_was_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A participant dies while one restores, and the look that saw it is broken off in turn."""
+    async with cell(tmp_path, counter_rows(4, 1)) as rig:
+        await checkpointed(rig)
+        original, restoring = ControlPlane.restore, asyncio.Event()
+
+        async def slow(self: ControlPlane, request: Any) -> Any:
+            if not restoring.is_set() and self.author.instance == "counter":
+                restoring.set()
+                await asyncio.sleep(SLOW_SECONDS)
+            return await original(self, request)
+
+        monkeypatch.setattr(ControlPlane, "restore", slow)
+        rig.kill("agent")
+        await rig.until(restoring.is_set)
+        installation = rig.controller._install
+        assert installation is not None
+        rig.kill("env")
+        looking = asyncio.ensure_future(rig.controller.look())
+        while not installation.cancelling():  # noqa: ASYNC110 - the very turn of the loop in which it is cancelled
+            await asyncio.sleep(0)
+        looking.cancel()
+        await asyncio.wait([looking, installation])
+        assert looking.cancelled()
+        assert installation.cancelled()
+        await rig.until(lambda: rig.running(2))
+        await all_continued(rig)
+
+
+# ---- attempt numbers --------------------------------------------------------------------------------------
+
+
+async def test_a_driver_and_a_recovery_never_run_under_the_same_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent's process is taken for dead while it goes on, the record takes 6 s to write, and meanwhile all
+    rollouts fail for reasons of their own and start over."""
+    async with cell(tmp_path, counter_rows(2, 1, (6, 8))) as rig:
+        await rig.until(lambda: rig.effects() >= 3)
+        await rig.checkpoint("one")
+        processes, save = rig.processes, rig.save
+        taken_for_dead = rig.processes_by_name["agent"].incarnation
+        used: Counter[int] = Counter()
+        persist = CollectionParticipant._used_up
+
+        async def seen() -> Any:
+            return [replace(p, alive=p.incarnation != taken_for_dead) for p in await processes()]
+
+        async def slow(record: CellRecord) -> None:
+            if record.stage is Stage.REPLACING:
+                for live in list(rig.participant("env")._live.values()):
+                    live.task.cancel()
+                await asyncio.sleep(6)
+            await save(record)
+
+        async def noted(self: CollectionParticipant, attempt: int) -> bool:
+            used[attempt] += rig.controller.record.attempt < attempt
+            return await persist(self, attempt)
+
+        monkeypatch.setattr(rig, "processes", seen)
+        monkeypatch.setattr(rig, "save", slow)
+        monkeypatch.setattr(CollectionParticipant, "_used_up", noted)
+        await rig.until(lambda: rig.running(1))
+        assert used[1] >= 1, "the driver did not try"
+        await rig.until(rig.complete)
+        counted = rig.account(2)
+        assert counted.problems == []
+        assert (counted.rows, counted.reward_mean) == (2, 1.0)
