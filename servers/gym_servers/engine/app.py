@@ -19,7 +19,7 @@ from gym_servers.http.apps import base_app
 from gym_servers.journal.client import Journal
 from gym_servers.protocol.digests import digest_of
 
-CHUNKS_PER_SECOND = 10.0  # tokens are sent in groups, so that the rate costs no more events than a reader can take
+CHUNKS_PER_SECOND = 5.0  # tokens are sent in groups, so that the rate costs no more events than a reader can take
 
 
 class CompletionRequest(BaseModel):

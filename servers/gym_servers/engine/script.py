@@ -31,6 +31,17 @@ def next_text(items: Sequence[dict[str, Any]]) -> str:
     return f"Step {taken + 1} of {len(steps)}: now I {what}.<tool_call>{call}</tool_call>"
 
 
+def tokens_of(items: Sequence[dict[str, Any]]) -> int:
+    """How many tokens (bytes) the policy generates for a task, from its first turn to its last."""
+    conversation, total = list(items), 0
+    while True:
+        text = next_text(conversation)
+        total += len(text.encode())
+        if "<tool_call>" not in text:
+            return total
+        conversation.append({"type": "function_call"})
+
+
 def logprob(token: int) -> float:
     """A stand-in log-probability that a reader can check: it depends on the token alone."""
     return -(token % 16 + 1) / 64

@@ -20,6 +20,7 @@ from gym_kit.image import PROJECT
 from gym_kit.progress import Progress
 from gym_kit.run import run
 from gym_servers.engine.rows import counter_rows
+from gym_servers.engine.script import tokens_of
 from gym_servers.stack.settings import S3Settings
 from gym_servers.storage.s3 import S3Credentials, S3Store
 
@@ -28,6 +29,7 @@ STACK = "demo"
 BUCKET = "gym-demo"
 SECRET = "demo-s3"
 HELM_SECONDS = 180.0
+SHORTEST_ROLLOUT_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class Stage:
     kube: Kube
     image: str
     expected: int
+    tokens_per_second: int
 
     def store(self, prefix: str) -> S3Store:
         return S3Store(s3_settings(self.bucket, prefix), prefix, credentials(self.bucket))
@@ -50,7 +53,7 @@ class Stage:
         """`helm install` of a demonstration stack in this run's namespace."""
         values: dict[str, Any] = {
             "image": _split(self.image),
-            "demo": {"enabled": True, "tokensPerSecond": 60},
+            "demo": {"enabled": True, "tokensPerSecond": self.tokens_per_second},
             "checkpoints": {"enabled": checkpoints},
             "collection": {
                 "tasks": f"s3://{BUCKET}/{self.kube.namespace}/{tasks}",
@@ -121,7 +124,7 @@ def _on(
 ) -> Iterator[Stage]:
     kube = Kube(cluster.kubeconfig, f"gym-demo-{secrets.token_hex(3)}")
     lines = _tasks(options)
-    stage = Stage(cluster, bucket, kube, image_name, len(lines))
+    stage = Stage(cluster, bucket, kube, image_name, len(lines), _rate(lines))
     store = stage.store(kube.namespace)
     store.create("tasks.jsonl", b"".join(line + b"\n" for line in lines))
     store.create("one-task.jsonl", lines[0] + b"\n")
@@ -151,6 +154,13 @@ def _tasks(options: Options) -> list[bytes]:
     if options.tasks is not None:
         return [line for line in options.tasks.read_bytes().splitlines() if line.strip()]
     return [json.dumps(row).encode() for row in counter_rows(options.rollouts, seed=1)]
+
+
+def _rate(lines: list[bytes]) -> int:
+    """Tokens per second at which even the shortest rollout is at work for a while: a kill must find work."""
+    rows = [json.loads(line) for line in lines]
+    shortest = min(tokens_of(row["responses_create_params"]["input"]) for row in rows)
+    return max(1, round(shortest / SHORTEST_ROLLOUT_SECONDS))
 
 
 def _split(reference: str) -> dict[str, str]:
