@@ -197,19 +197,20 @@ async def test_no_checkpoint_begins_while_a_recovery_is_decided(tmp_path: Path) 
     """Storage and the record take their time: until the record says so, the cell still counts as running."""
     async with collecting(tmp_path) as rig:
         await under_way(rig)
-        save, tried = rig.save, asyncio.Queue[Stage]()
+        save, tried = rig.save, list[asyncio.Future[Any]]()
 
         async def slow(record: Any) -> None:
-            if record.stage is Stage.REPLACING:
-                with pytest.raises(CheckpointFailed, match="try again when it runs"):
-                    await rig.controller.take("late-id", "late", quiet)
-                tried.put_nowait(rig.controller.record.stage)
+            if record.stage is Stage.REPLACING and not tried:
+                assert rig.controller.record.stage is Stage.RUNNING
+                tried.append(asyncio.ensure_future(rig.controller.take("late-id", "late", quiet)))
+                await asyncio.sleep(2)
             await save(record)
 
         rig.save = slow  # type: ignore[method-assign]
         rig.kill("agent")
         await rig.until(lambda: rig.running(1))
-        assert tried.get_nowait() is Stage.RUNNING
+        with pytest.raises(CheckpointFailed, match="try again when it runs"):
+            await tried[0]
         assert rig.controller.record.open is None
         assert stored(rig) == []
 

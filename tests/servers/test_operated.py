@@ -293,3 +293,31 @@ async def test_a_second_operator_is_noticed(tmp_path: Path) -> None:
         first.alive.kill()
         first.beside.cancel()
         await to_the_end(rig)
+
+
+@pytest.mark.parametrize("landed", [True, False])
+async def test_a_checkpoint_is_final_only_when_storage_has_been_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, landed: bool
+) -> None:
+    """The publication gets no answer, and storage is away for the tombstone: nobody knows yet which stands."""
+    original, answers = DirectoryStore.create, ["lost" if landed else "away", "away"]
+
+    def create(self: DirectoryStore, key: str, data: bytes) -> None:
+        answer = answers.pop(0) if answers and key.endswith(CHECKPOINT) else ""
+        if answer != "away":
+            original(self, key, data)
+        if answer:
+            raise StorageError("no answer")
+
+    monkeypatch.setattr(DirectoryStore, "create", create)
+    async with operated(tmp_path, rows()) as rig:
+        await under_way(rig)
+        status = await taken(rig, "one")
+        stands = read_publication(open_store(status["uri"]).get(CHECKPOINT)).state
+        assert (status["phase"], stands) == (("Succeeded", "published") if landed else ("Failed", "abandoned"))
+        assert landed or status["reason"] == "StorageError"
+        rig.kube.remove(PODS, IDENTITY.namespace, "rig-agent-0")
+        await to_the_end(rig)
+        assert rig.status()["cells"][0]["recoveries"][-1].get("checkpoint") == (
+            status["checkpointID"] if landed else None
+        )

@@ -136,7 +136,7 @@ async def test_a_driver_and_a_recovery_never_run_under_the_same_attempt(
         processes, save = rig.processes, rig.save
         taken_for_dead = rig.processes_by_name["agent"].incarnation
         used: Counter[int] = Counter()
-        persist = CollectionParticipant._used_up
+        persist = CollectionParticipant._use_up
 
         async def seen() -> Any:
             return [replace(p, alive=p.incarnation != taken_for_dead) for p in await processes()]
@@ -148,16 +148,43 @@ async def test_a_driver_and_a_recovery_never_run_under_the_same_attempt(
                 await asyncio.sleep(6)
             await save(record)
 
-        async def noted(self: CollectionParticipant, attempt: int) -> bool:
+        async def noted(self: CollectionParticipant, attempt: int) -> int:
             used[attempt] += rig.controller.record.attempt < attempt
             return await persist(self, attempt)
 
         monkeypatch.setattr(rig, "processes", seen)
         monkeypatch.setattr(rig, "save", slow)
-        monkeypatch.setattr(CollectionParticipant, "_used_up", noted)
+        monkeypatch.setattr(CollectionParticipant, "_use_up", noted)
         await rig.until(lambda: rig.running(1))
         assert used[1] >= 1, "the driver did not try"
         await rig.until(rig.complete)
         counted = rig.account(2)
         assert counted.problems == []
         assert (counted.rows, counted.reward_mean) == (2, 1.0)
+
+
+async def test_a_number_that_an_abandoned_recovery_reserved_does_not_hold_the_driver_up(tmp_path: Path) -> None:
+    """The recovery's record was never saved, and the process that seemed dead answers again: the cell goes on."""
+    async with cell(tmp_path, counter_rows(2, 1, (6, 8))) as rig:
+        await rig.until(lambda: rig.effects() >= 3)
+        processes, save, dead = rig.processes, rig.save, True
+
+        async def seen() -> Any:
+            return [replace(p, alive=p.alive and not (dead and p.name == "agent")) for p in await processes()]
+
+        async def refuse(record: CellRecord) -> None:
+            if record.stage is Stage.REPLACING:
+                raise ConnectionError("the record cannot be saved")
+            await save(record)
+
+        rig.processes, rig.save = seen, refuse  # type: ignore[method-assign]
+        with pytest.raises(ConnectionError):
+            await rig.until(lambda: False)
+        dead = False
+        rig.save = save  # type: ignore[method-assign]
+        for live in list(rig.participant("env")._live.values()):
+            live.task.cancel()  # they start over, for reasons of their own
+        await rig.until(rig.complete)
+        counted = rig.account(2)
+        assert counted.problems == []
+        assert set(counted.attempts) == {"2"}  # 1 is the recovery's, whatever became of it

@@ -64,6 +64,7 @@ class Checkpoints:
         self._resolve_due = float("-inf")
         self._ending: tuple[str, str] | None = None
         self._hindered_since: tuple[str, float] | None = None
+        self._unsettled: dict[str, CheckpointFailed] = {}
         self.last: LastCheckpoint | None = None
 
     @property
@@ -198,6 +199,10 @@ class Checkpoints:
                 and (writer.status.phase or "Pending") == "Pending"
             ):
                 return  # something died in between: it stays in the queue
+            if not error.settled and self._ending is None:
+                # A publication whose answer was lost may stand all the same: storage is asked before this is final.
+                self._unsettled[writer.uid] = error
+                return
             reason, message = self._ending or (error.reason, str(error))
             await self._end(
                 writer,
@@ -267,7 +272,20 @@ class Checkpoints:
             log.warning("checkpoint %s/%s cannot be settled yet: %s", writer.namespace, writer.name, error)
             return
         if landed.state == "published":
+            self._unsettled.pop(writer.uid, None)
             await self._published(writer, landed, uri, sha256(landed.to_bytes()), None)
+        elif (failure := self._unsettled.pop(writer.uid, None)) is not None:
+            await self._end(
+                writer,
+                phases.failed(
+                    writer.status,
+                    failure.reason,
+                    str(failure),
+                    writer.generation,
+                    self._wall(),
+                    blockers=failure.blockers,
+                ),
+            )
         else:
             await self._end(writer, self._abandoned(writer, landed.reason))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from gym_servers.participants.base import Participant, RestorePlan, Scope, Survey
@@ -17,7 +18,7 @@ from gym_servers.participants.gate import Gate
 from gym_servers.participants.records import from_bytes, reading, to_bytes
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.identity import Episode, next_attempt
-from gym_servers.storage.store import StorageError
+from gym_servers.storage.store import ObjectConflict, StorageError
 
 RETRY_SECONDS = 0.5  # between tries of a `/run` that was not admitted or whose environment did not answer
 OUTPUT_RETRY_SECONDS = 1.0
@@ -98,7 +99,7 @@ class CollectionParticipant(Participant):
         self._attempts: dict[str, int] = {}  # last attempt under which a rollout was sent, or is to be sent
         self._continued: dict[str, Episode] = {}  # restored, not answered yet
         self._outstanding: dict[str, Episode] = {}
-        self._persisted = 0
+        self._owned: set[int] = set()  # attempt numbers that this driver has used up
         self._forgettable: set[str] = set()
         self._finished = False
         self.problem = problem
@@ -115,6 +116,8 @@ class CollectionParticipant(Participant):
                 result = await write()
                 self.problem = ""
                 return result
+            except ObjectConflict:
+                raise  # an answer, not an outage
             except StorageError as error:
                 self.problem = str(error)
                 await asyncio.sleep(OUTPUT_RETRY_SECONDS)
@@ -156,8 +159,9 @@ class CollectionParticipant(Participant):
             await self.gate.wait_open()
             episode, resend = resend or self._continued.get(rollout.id), None
             if episode is None:
-                episode = Episode(rollout.id, next_attempt(self._attempts.get(rollout.id), self.gate.fence.floor))
-                if not await self._used_up(episode.attempt):
+                wanted = next_attempt(self._attempts.get(rollout.id), self.gate.fence.floor)
+                episode = Episode(rollout.id, await self._use_up(wanted))
+                if not self.gate.is_open or episode.attempt < self.gate.fence.floor:
                     continue
             self._attempts[rollout.id] = episode.attempt
             self._outstanding[rollout.id] = episode
@@ -191,13 +195,17 @@ class CollectionParticipant(Participant):
             resend = episode
             await asyncio.sleep(RETRY_SECONDS)
 
-    async def _used_up(self, attempt: int) -> bool:
-        """Make an attempt number durable before work starts under it: the cell's next attempt must be above it.
-        False where a checkpoint opened meanwhile."""
-        if attempt > max(self.gate.fence.floor, self._persisted):
-            await self._durably(lambda: self._persist(attempt))
-            self._persisted = attempt
-        return self.gate.is_open
+    async def _use_up(self, attempt: int) -> int:
+        """The lowest number from `attempt` that is this driver's, durable before work starts under it: the cell's
+        next attempt must be above it. A number that a recovery has reserved is the recovery's, whatever became of
+        it."""
+        while attempt > self.gate.fence.floor and attempt not in self._owned:
+            try:
+                await self._durably(partial(self._persist, attempt))
+                self._owned.add(attempt)
+            except ObjectConflict:
+                attempt += 1
+        return attempt
 
     async def _keep(self, rollout: Rollout, episode: Episode, row: Mapping[str, Any]) -> None:
         await self._durably(lambda: self._output.save(rollout, episode, row))
