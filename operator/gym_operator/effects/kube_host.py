@@ -17,7 +17,7 @@ from gym_operator.effects.cache import Cache
 from gym_operator.effects.events import Events, Subject
 from gym_operator.effects.kube import NODES, PODS, Conflict, Kube, KubeError, NotFound
 from gym_operator.effects.status_writers import StackWriter
-from gym_operator.rules.pod_state import PodState, node_is_ready, pod_uid
+from gym_operator.rules.pod_state import PodState, node_is_lost, pod_uid
 from gym_servers.coordination.controller import Process
 from gym_servers.coordination.record import CellRecord, Pin
 from gym_servers.stack.spec import Participant
@@ -98,21 +98,26 @@ class KubeCellHost:
         self._cache.replace_pods(self._subject.uid, listing)
         pods = self._cache.pods_of(self._subject.uid)
         asked = {pod.node for server, pod in pods.items() if server in silent and pod.node} | self._lost_nodes
-        lost = {node for node in asked if not await self._node_is_ready(node)}
+        lost = {node for node in asked if await self._node_is_lost(node)}
         self._lost_nodes = frozenset(lost & {pod.node for pod in pods.values() if pod.node})
+
+    @property
+    def has_lost_nodes(self) -> bool:
+        """Whether a node was lost at the last refresh: it may be back by now."""
+        return bool(self._lost_nodes)
 
     def _is_lost(self, pod: PodState) -> bool:
         return pod.node in self._lost_nodes
 
-    async def _node_is_ready(self, name: str) -> bool:
-        """Whether the node answers; an operator that may not look at nodes takes it for granted."""
+    async def _node_is_lost(self, name: str) -> bool:
+        """Whether the node does not answer; an operator that may not look at nodes takes them for healthy."""
         try:
-            return node_is_ready(await self._kube.get(NODES, None, name))
+            return node_is_lost(await self._kube.get(NODES, None, name))
         except NotFound:
-            return False
+            return True
         except KubeError as error:
             if error.status == 403:
-                return True
+                return False
             raise
 
     def _due(self, pod: PodState) -> bool:

@@ -353,7 +353,7 @@ class StackWorker:
         record = self._writer.record
         replacing = record is not None and record.stage is Stage.REPLACING
         silent = self._silent_since is not None and now - self._silent_since >= REFRESH_SECONDS
-        if (silent or replacing) and now - self._refreshed >= REFRESH_SECONDS:
+        if (silent or replacing or self._host.has_lost_nodes) and now - self._refreshed >= REFRESH_SECONDS:
             self._refreshed = now
             await self._host.refresh(self._silent)
 

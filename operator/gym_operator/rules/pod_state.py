@@ -80,9 +80,10 @@ def by_server(pods: Iterable[PodState]) -> dict[str, PodState]:
     return chosen
 
 
-def node_is_ready(node: Mapping[str, Any]) -> bool:
-    """Whether a node answers, as the control plane sees it."""
-    return _is_ready(node.get("status") or {})
+def node_is_lost(node: Mapping[str, Any]) -> bool:
+    """Whether a node has stopped to answer the control plane. One that says itself that it is not ready still ends
+    pods in order."""
+    return _condition(node.get("status") or {}, "Ready", "Unknown") is not None
 
 
 def pod_uid(incarnation: str) -> str:

@@ -88,25 +88,9 @@ async def demo(folder: Path, options: DemoOptions, announce: Announce) -> dict[s
             pause, recoveries = await _scenario(runner, options)
     counted = account_of(folder, runner.controller.record, expected)
     return {
-        "rollouts": {
-            "expected": counted.expected,
-            "rows": counted.rows,
-            "reward_mean": counted.reward_mean,
-            "continued": counted.continued,
-            "restarted": counted.restarted,
-            "attempts": dict(counted.attempts),
-        },
+        **counted.document(),
         "checkpoint": {"pause_seconds": pause},
         "kill": {"target": options.kill, "recovery_seconds": recoveries},
-        "tool_calls": {
-            "expected": counted.calls_expected,
-            "effective": counted.calls_effective,
-            "duplicated": counted.calls_duplicated,
-        },
-        "model": {
-            "tokens_generated": counted.tokens_generated,
-            "tokens_needed_without_kill": counted.tokens_needed,
-        },
         "problems": counted.problems,
         "ok": counted.ok and counted.continued > 0,
     }

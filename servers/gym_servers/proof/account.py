@@ -38,6 +38,29 @@ class Account:
     def ok(self) -> bool:
         return not self.problems
 
+    def document(self) -> dict[str, Any]:
+        """The counts as the reports of the demonstrations show them."""
+        return {
+            "rollouts": {
+                "expected": self.expected,
+                "rows": self.rows,
+                "reward_mean": self.reward_mean,
+                "continued": self.continued,
+                "restarted": self.restarted,
+                "attempts": dict(self.attempts),
+            },
+            "tool_calls": {
+                "expected": self.calls_expected,
+                "effective": self.calls_effective,
+                "duplicated": self.calls_duplicated,
+                "lost": self.calls_lost,
+            },
+            "model": {
+                "tokens_generated": self.tokens_generated,
+                "tokens_needed_without_kill": self.tokens_needed,
+            },
+        }
+
 
 def account(
     expected: int,

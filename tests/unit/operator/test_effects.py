@@ -237,6 +237,13 @@ async def test_nothing_lives_on_a_lost_node(
     await cell.end({"env": "env-uid/c"})
     assert graces == [0], "nobody on a lost node confirms an end"
 
+    put_pod(kube, "agent")
+    assert cell.has_lost_nodes
+    kube.set(NODES, None, "node-1", status={"conditions": [{"type": "Ready", "status": "True"}]})  # type: ignore[arg-type]
+    await cell.refresh()
+    assert not cell.has_lost_nodes
+    assert {process.name for process in await cell.processes() if process.alive} == {"agent"}
+
 
 def test_a_list_does_not_forget_what_is_younger_than_it(kube: FakeKube) -> None:
     cache = Cache(PodTransport(httpx.MockTransport(lambda _: httpx.Response(200))))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gym_operator.api import names
-from gym_operator.rules.pod_state import by_server, node_is_ready, observe, pod_uid
+from gym_operator.rules.pod_state import by_server, node_is_lost, observe, pod_uid
 
 RUNNING = {"name": "server", "containerID": "containerd://1", "state": {"running": {}}}
 
@@ -111,7 +111,7 @@ def test_the_youngest_pod_of_a_server_counts() -> None:
     assert by_server([new, old])["env"].uid == "new"
 
 
-def test_a_node_without_a_ready_condition_is_lost() -> None:
-    assert node_is_ready({"status": {"conditions": [{"type": "Ready", "status": "True"}]}})
-    assert not node_is_ready({"status": {"conditions": [{"type": "Ready", "status": "Unknown"}]}})
-    assert not node_is_ready({})
+@pytest.mark.parametrize(("status", "lost"), [("True", False), ("False", False), ("Unknown", True), (None, False)])
+def test_a_node_is_lost_when_nothing_is_heard_of_it(status: str | None, lost: bool) -> None:
+    conditions = [{"type": "Ready", "status": status}] if status else []
+    assert node_is_lost({"status": {"conditions": conditions}}) == lost

@@ -28,14 +28,7 @@ def report(stage: Stage, options: Options, played: Played) -> dict[str, Any]:
     problems = [*counted.problems, *_missed(counted, options, played, status, recoveries)]
     return {
         "cluster": {"provider": stage.cluster.provider, "kubernetes": stage.cluster.kubernetes_version},
-        "rollouts": {
-            "expected": counted.expected,
-            "rows": counted.rows,
-            "reward_mean": counted.reward_mean,
-            "continued": counted.continued,
-            "restarted": counted.restarted,
-            "attempts": dict(counted.attempts),
-        },
+        **counted.document(),
         "checkpoint": {
             "name": played.checkpoint["metadata"]["name"],
             "phase": status["phase"],
@@ -50,16 +43,6 @@ def report(stage: Stage, options: Options, played: Played) -> dict[str, Any]:
             "recoveries": [round(seconds, 2) for seconds in recoveries],
             "bare_restart_seconds": round(played.bare_restart_seconds, 2),
             "interrupted_checkpoint": played.interrupted or None,
-        },
-        "tool_calls": {
-            "expected": counted.calls_expected,
-            "effective": counted.calls_effective,
-            "duplicated": counted.calls_duplicated,
-            "lost": counted.calls_lost,
-        },
-        "model": {
-            "tokens_generated": counted.tokens_generated,
-            "tokens_needed_without_kill": counted.tokens_needed,
         },
         "problems": problems,
         "ok": not problems,
