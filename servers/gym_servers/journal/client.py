@@ -32,11 +32,12 @@ class FileJournal:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Unbuffered append: one write call per batch, so that lines of several writers do not mix.
-        self._file = path.open("ab", buffering=0)
+        self._path = path
 
     async def append(self, entries: Sequence[Entry]) -> None:
-        self._file.write(b"".join(json.dumps(_with_id(e)).encode() + b"\n" for e in entries))
+        # Unbuffered: one write call per batch, so that lines of several writers do not mix.
+        with self._path.open("ab", buffering=0) as file:
+            file.write(b"".join(json.dumps(_with_id(e)).encode() + b"\n" for e in entries))
 
 
 class HttpJournal:
