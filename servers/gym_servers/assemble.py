@@ -89,7 +89,7 @@ def _agent(settings: ServerSettings, gate: Gate, peers: Peers, secret: str) -> _
     from gym_servers.participants.agent import AgentParticipant
 
     config = _config(settings, {"model", "max_steps"})
-    participant = AgentParticipant(gate, settings.name)
+    participant = AgentParticipant(gate)
     agent = SimpleAgent(
         participant,
         peers,
@@ -109,7 +109,7 @@ def _resources(settings: ServerSettings, gate: Gate, _: Peers, secret: str) -> _
     config = dict(settings.config)
     journal = open_journal(config.pop("journal", None))
     server = kind(config)
-    participant = participant_of(gate, server, settings.name)
+    participant = participant_of(gate, server)
     return participant, create_app(participant, server, journal, settings.name, secret), None
 
 

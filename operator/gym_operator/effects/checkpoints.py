@@ -28,6 +28,7 @@ from gym_servers.coordination.checkpoint import CheckpointFailed, Progress, Requ
 from gym_servers.coordination.controller import CellController
 from gym_servers.coordination.record import CellRecord
 from gym_servers.protocol.digests import sha256
+from gym_servers.protocol.messages import Blocker
 from gym_servers.stack.durations import parse_duration
 from gym_servers.stack.spec import Participant, SpecError
 from gym_servers.storage.cells import settle
@@ -204,18 +205,10 @@ class Checkpoints:
                 self._unsettled[writer.uid] = error
                 return
             reason, message = self._ending or (error.reason, str(error))
-            await self._end(
-                writer,
-                phases.failed(
-                    writer.status, reason, message, writer.generation, self._wall(), blockers=error.blockers
-                ),
-            )
+            await self._fail(writer, reason, message, error.blockers)
             return
         except StorageError as error:
-            await self._end(
-                writer,
-                phases.failed(writer.status, "StorageError", str(error), writer.generation, self._wall()),
-            )
+            await self._fail(writer, "StorageError", str(error))
             return
         await self._published(writer, outcome.publication, outcome.uri, outcome.digest, outcome.pause_seconds)
 
@@ -253,7 +246,7 @@ class Checkpoints:
         nothing did, so that nobody can publish it later."""
         uri = writer.status.uri
         if uri is None:
-            await self._end(writer, self._abandoned(writer, "the operator ended before it had begun"))
+            await self._abandon(writer, "the operator ended before it had begun")
             return
         request = Request(
             id,
@@ -275,23 +268,13 @@ class Checkpoints:
             self._unsettled.pop(writer.uid, None)
             await self._published(writer, landed, uri, sha256(landed.to_bytes()), None)
         elif (failure := self._unsettled.pop(writer.uid, None)) is not None:
-            await self._end(
-                writer,
-                phases.failed(
-                    writer.status,
-                    failure.reason,
-                    str(failure),
-                    writer.generation,
-                    self._wall(),
-                    blockers=failure.blockers,
-                ),
-            )
+            await self._fail(writer, failure.reason, str(failure), failure.blockers)
         else:
-            await self._end(writer, self._abandoned(writer, landed.reason))
+            await self._abandon(writer, landed.reason)
 
-    def _abandoned(self, writer: CheckpointWriter, why: str) -> CheckpointStatus:
+    async def _abandon(self, writer: CheckpointWriter, why: str) -> None:
         message = f"the operator was restarted while it was being taken ({why}); create another GymCheckpoint"
-        return phases.failed(writer.status, "OperatorRestarted", message, writer.generation, self._wall())
+        await self._fail(writer, "OperatorRestarted", message)
 
     # ---- ends ---------------------------------------------------------------------------------------------
 
@@ -308,8 +291,11 @@ class Checkpoints:
         status = phases.succeeded(writer.status, publication, uri, digest, pause, writer.generation, self._wall())
         await self._end(writer, status)
 
-    async def _fail(self, writer: CheckpointWriter, reason: ConditionReason, message: str) -> None:
-        await self._end(writer, phases.failed(writer.status, reason, message, writer.generation, self._wall()))
+    async def _fail(
+        self, writer: CheckpointWriter, reason: str, message: str, blockers: Sequence[tuple[str, Blocker]] = ()
+    ) -> None:
+        status = phases.failed(writer.status, reason, message, writer.generation, self._wall(), blockers)
+        await self._end(writer, status)
 
     async def _end(self, writer: CheckpointWriter, status: CheckpointStatus) -> None:
         """Write a final status, however long that takes; a GymCheckpoint that is gone needs none."""

@@ -17,8 +17,8 @@ from typing import Final
 from gym_operator.api.conditions import ConditionReason
 from gym_operator.effects.kube import SECRETS, Kube, KubeError, NotFound
 from gym_operator.rules.stack_status import Storage
-from gym_servers.stack.settings import S3Settings
-from gym_servers.stack.spec import S3Spec, StorageSpec
+from gym_servers.stack.render import s3_settings
+from gym_servers.stack.spec import StorageSpec
 from gym_servers.storage.locate import open_store
 from gym_servers.storage.s3 import S3Credentials
 from gym_servers.storage.store import ObjectStore, StorageError
@@ -94,9 +94,9 @@ class StackStorage:
             raise StorageError(self._missing.message)
         s3 = self._spec.s3 if self._spec else None
         if s3 is None or not uri.startswith(f"s3://{s3.bucket}/"):
-            return open_store(uri, _settings(s3) if s3 else None, self._credentials)
+            return open_store(uri, s3_settings(s3) if s3 else None, self._credentials)
         if self._bucket is None:
-            self._bucket = open_store(f"s3://{s3.bucket}", _settings(s3), self._credentials)
+            self._bucket = open_store(f"s3://{s3.bucket}", s3_settings(s3), self._credentials)
         return Below(self._bucket, uri.removeprefix(f"s3://{s3.bucket}/").strip("/"), uri)
 
     def failed(self, error: StorageError) -> None:
@@ -153,7 +153,3 @@ class StackStorage:
     def _miss(self, message: str) -> None:
         self._missing = Storage(False, ConditionReason.CREDENTIALS_MISSING, message)
         self._secret_version = None
-
-
-def _settings(s3: S3Spec) -> S3Settings:
-    return S3Settings(bucket=s3.bucket, endpoint=s3.endpoint, region=s3.region, addressing_style=s3.addressing_style)

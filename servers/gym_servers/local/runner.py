@@ -17,7 +17,7 @@ from gym_servers.coordination.record import Stage
 from gym_servers.local.processes import Announce, LocalHost
 from gym_servers.local.stack import LocalStack
 from gym_servers.stack.durations import parse_duration
-from gym_servers.stack.settings import S3Settings
+from gym_servers.stack.render import s3_settings
 from gym_servers.storage.locate import open_store
 from gym_servers.storage.store import StorageError
 
@@ -79,11 +79,7 @@ async def running(stack: LocalStack, folder: Path, announce: Announce) -> AsyncI
     """A runner whose processes are ended on the way out."""
     storage = stack.spec.checkpoints.storage
     s3 = storage.s3 if storage else None
-    reach = (
-        S3Settings(bucket=s3.bucket, endpoint=s3.endpoint, region=s3.region, addressing_style=s3.addressing_style)
-        if s3
-        else None
-    )
+    reach = s3_settings(s3) if s3 else None
     host = LocalHost(folder, stack.settings, stack.environment, announce)
     async with httpx.AsyncClient(trust_env=False) as http:
         controller = CellController(

@@ -75,9 +75,8 @@ class AgentParticipant(Participant):
 
     kind = "agent"
 
-    def __init__(self, gate: Gate, instance: str = "agent") -> None:
+    def __init__(self, gate: Gate) -> None:
         super().__init__(gate)
-        self.instance = instance
         self._sessions: dict[str, Session] = {}
         self._by_key: dict[str, Session] = {}
         self._busy = Busy(gate)

@@ -52,14 +52,12 @@ class ResourcesParticipant(Participant):
 
     kind = "resources"
 
-    def __init__(self, gate: Gate, mode: str, hooks: Hooks, instance: str = "resources") -> None:
+    def __init__(self, gate: Gate, mode: str, hooks: Hooks) -> None:
         super().__init__(gate)
         self.mode = mode
         self.hooks = hooks
-        self.instance = instance
         self._sessions: dict[str, ToolSession] = {}
         self._by_key: dict[str, str] = {}
-        self._ended: dict[str, Episode] = {}
         self._busy = Busy(gate)
         self._restarts: frozenset[str] = frozenset()
 

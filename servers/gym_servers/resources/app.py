@@ -23,7 +23,7 @@ from gym_servers.resources.metrics import aggregate
 from gym_servers.resources.server import ResourcesServer, ToolCall, journal_identity
 
 
-def participant_of(gate: Gate, server: ResourcesServer, instance: str) -> ResourcesParticipant:
+def participant_of(gate: Gate, server: ResourcesServer) -> ResourcesParticipant:
     """The participant that carries `server`'s sessions."""
     hooks = Hooks(
         server.export_session_states,
@@ -31,7 +31,7 @@ def participant_of(gate: Gate, server: ResourcesServer, instance: str) -> Resour
         server.install_session_states,
         server.retire_session_state,
     )
-    return ResourcesParticipant(gate, server.checkpoint_mode, hooks, instance)
+    return ResourcesParticipant(gate, server.checkpoint_mode, hooks)
 
 
 def create_app(

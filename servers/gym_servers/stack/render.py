@@ -21,7 +21,7 @@ from gym_servers.stack.settings import (
     StackIdentity,
     StorageSettings,
 )
-from gym_servers.stack.spec import Participant, StackSpec, StorageSpec
+from gym_servers.stack.spec import Participant, S3Spec, StackSpec, StorageSpec
 
 
 @dataclass(frozen=True)
@@ -94,15 +94,17 @@ def _storage(spec: StackSpec) -> StorageSettings:
         return StorageSettings()
     if storage.s3 is None:
         return StorageSettings(directory=storage.directory)
-    s3 = storage.s3
-    return StorageSettings(
-        s3=S3Settings(
-            bucket=s3.bucket,
-            prefix=s3.prefix,
-            endpoint=s3.endpoint,
-            region=s3.region,
-            addressing_style=s3.addressing_style,
-        )
+    return StorageSettings(s3=s3_settings(storage.s3))
+
+
+def s3_settings(s3: S3Spec) -> S3Settings:
+    """How a bucket of the spec is reached; its credentials are another matter."""
+    return S3Settings(
+        bucket=s3.bucket,
+        prefix=s3.prefix,
+        endpoint=s3.endpoint,
+        region=s3.region,
+        addressing_style=s3.addressing_style,
     )
 
 
