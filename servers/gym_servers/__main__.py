@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from gym_servers.loading import loading
 from gym_servers.stack.settings import SettingsError, load_settings
 from gym_servers.stack.spec import SpecError
 
@@ -25,9 +26,11 @@ def serve(
     cell: Annotated[int | None, typer.Option(envvar="GYM_CELL", help="Number of this process's cell.")] = None,
 ) -> None:
     """Run one server process until it is told to end."""
-    from gym_servers.serve import serve as run
+    with loading():
+        from gym_servers.serve import prepare, run
 
-    run(load_settings(settings, cell))
+        listeners, server = prepare(load_settings(settings, cell))
+    asyncio.run(run(listeners, server))
 
 
 @cli.command()

@@ -47,8 +47,8 @@ def listener(app: FastAPI, host: str, port: int) -> uvicorn.Server:
     )
 
 
-def serve(settings: ServerSettings) -> None:
-    """Serve until SIGTERM or SIGINT. Raises SettingsError before anything is opened."""
+def prepare(settings: ServerSettings) -> tuple[list[uvicorn.Server], Server]:
+    """What a process serves, before anything is opened. Raises SettingsError."""
     server = assemble(settings, read_secret("GYM_COOKIE_SECRET"))
     listeners = [listener(server.app, settings.host, settings.data_port)]
     if settings.checkpoint.enabled:
@@ -57,7 +57,7 @@ def serve(settings: ServerSettings) -> None:
         )
         control = control_app(plane, read_secret("GYM_CONTROL_TOKEN"))
         listeners.insert(0, listener(control, settings.host, settings.control_port))
-    asyncio.run(run(listeners, server))
+    return listeners, server
 
 
 async def run(listeners: list[uvicorn.Server], server: Server | None = None) -> None:

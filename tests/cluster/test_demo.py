@@ -6,18 +6,30 @@ The cluster that is up is used, else one is brought up; the image is the project
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
 from gym_kit.demo.options import Kill, Options
 from gym_kit.demo.report import report
 from gym_kit.demo.scenario import Scenario
-from gym_kit.demo.stage import staged
+from gym_kit.demo.stage import Grounds, grounds, staged
 from gym_kit.demo.table import Watch
 from gym_kit.progress import Progress
 
 REPEATS = int(os.environ.get("N", "1"))
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Grounds]:
+    with grounds("auto", Progress.to_stderr(), tmp_path_factory.mktemp("demo")) as ready:
+        yield ready
+
+
+@pytest.fixture(scope="module")
+def bare_restarts() -> list[float]:
+    """The bare restart, once it was measured: the same pods in the same cluster for every target."""
+    return []
 
 
 @pytest.mark.timeout(600)
@@ -26,12 +38,16 @@ REPEATS = int(os.environ.get("N", "1"))
     "kill, during",
     [("agent", "work"), ("all", "checkpoint"), ("resources", "recovery"), ("operator", "work")],
 )
-def test_rollouts_continue_on_a_real_cluster(tmp_path: Path, kill: Kill, during: str, number: int) -> None:
+def test_rollouts_continue_on_a_real_cluster(
+    shared: Grounds, bare_restarts: list[float], kill: Kill, during: str, number: int
+) -> None:
     options = Options(kill=kill, rollouts=24, during=during)  # type: ignore[arg-type]
-    with staged(options, Progress.to_stderr(), tmp_path) as stage, Watch() as watch:
+    with staged(shared, options, Progress.to_stderr()) as stage, Watch() as watch:
         scenario = Scenario(stage, options, watch)
         played = scenario.play()
-        played.bare_restart_seconds = scenario.bare_restart()
+        if not bare_restarts:
+            bare_restarts.append(scenario.bare_restart())
+        played.bare_restart_seconds = bare_restarts[0]
         counted = report(stage, options, played)
     assert counted["problems"] == []
     assert counted["ok"]

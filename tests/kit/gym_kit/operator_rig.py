@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -36,7 +36,17 @@ from gym_kit.hollow_node import HollowNode
 from gym_kit.ports import free_ports
 from gym_kit.progress import Progress
 from gym_operator.api import names
-from gym_operator.effects.kube import CHECKPOINTS, PODS, SECRETS, STACKS, ApiKube, NotFound, Resource, connect
+from gym_operator.effects.kube import (
+    CHECKPOINTS,
+    PODS,
+    SECRETS,
+    STACKS,
+    ApiKube,
+    Conflict,
+    NotFound,
+    Resource,
+    connect,
+)
 from gym_servers.engine.rows import counter_rows
 from gym_servers.stack.settings import S3Settings
 from gym_servers.storage.locate import open_store
@@ -155,10 +165,13 @@ class OperatorRig:
         self.run(self.kube.create(STACKS, NAMESPACE, self.manifest(name, rollouts, **spec)))
 
     def change(self, name: str, change: Callable[[dict[str, Any]], object]) -> None:
-        """Change the spec of a stack."""
-        body = self.run(self.kube.get(STACKS, NAMESPACE, name))
-        change(body["spec"])
-        self.run(self.kube.replace(STACKS, NAMESPACE, body))
+        """Change the spec of a stack, as `kubectl edit` does: again where its status was written meanwhile."""
+        while True:
+            body = self.run(self.kube.get(STACKS, NAMESPACE, name))
+            change(body["spec"])
+            with suppress(Conflict):
+                self.run(self.kube.replace(STACKS, NAMESPACE, body))
+                return
 
     def delete(self, resource: Resource, name: str) -> None:
         self.run(self.kube.delete(resource, NAMESPACE, name))

@@ -1,6 +1,8 @@
-"""`make test`: every suite this machine can run, one after the other, and an account of what ran and what could not.
+"""`make test`: every suite this machine can run, and an account of what ran and what could not.
 
 The suites run even if an earlier one failed, so that one run shows everything. `N=` makes the long variants longer.
+Suites of different lanes run side by side: one that computes beside one that mostly waits for processes. The cluster
+has the machine to itself, since its pods need all of it.
 """
 
 from __future__ import annotations
@@ -8,11 +10,15 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 from gym_kit import image
 from gym_kit.cluster import ensure, kind
@@ -30,14 +36,13 @@ class Suite:
 
     name: str
     command: tuple[str, ...]
-    needs_cluster: bool = False
 
     @property
     def is_pytest(self) -> bool:
         return self.command[0] == "pytest"
 
 
-SUITES = (
+FAST = (
     Suite("format", ("ruff", "format", "--check", "--quiet", ".")),
     Suite("lint", ("ruff", "check", "--quiet", ".")),
     Suite("types", ("mypy",)),
@@ -46,31 +51,42 @@ SUITES = (
     Suite("unit", ("pytest", "tests/unit")),
     Suite("servers", ("pytest", "tests/servers")),
     Suite("charts", ("pytest", "tests/charts")),
-    Suite("processes", ("pytest", "tests/processes")),
-    Suite("cluster", ("pytest", "tests/cluster"), needs_cluster=True),
 )
+PROCESSES = (Suite("processes", ("pytest", "tests/processes")),)
+LANES = (FAST, PROCESSES)
+CLUSTER = Suite("cluster", ("pytest", "tests/cluster"))
 
 
 @dataclass
 class Tally:
-    """What came of the suites so far."""
+    """What came of the suites so far; lanes add to it from threads of their own."""
 
     counts: Counter[str] = field(default_factory=Counter)
     ran: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     could_not: list[str] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, suite: Suite, passed: bool, counts: Counter[str]) -> None:
+        with self.lock:
+            self.ran.append(suite.name)
+            self.counts.update(counts)
+            if not passed:
+                self.failed.append(suite.name)
 
 
 def main() -> int:
     """Exit code 0 if every suite ran and passed; a suite that could not run is named, and fails the run."""
     tally, progress = Tally(), Progress.to_stderr()
     started = time.monotonic()
-    for suite in SUITES:
-        problem = _prepared(progress) if suite.needs_cluster else None
-        if problem is not None:
-            tally.could_not.append(f"{suite.name} ({problem})")
-            continue
-        _run(suite, tally, progress)
+    with progress.step("suites that need no cluster"):
+        _run_beside(LANES, tally, progress)
+    problem = _prepared(progress)
+    if problem is not None:
+        tally.could_not.append(f"{CLUSTER.name} ({problem})")
+    else:
+        with progress.step(f"suite {CLUSTER.name}"):
+            _run(CLUSTER, tally)
     if not kind.docker_answers():
         progress.note("kind was not tried: no Docker engine answers here; the cluster suite ran on the local node")
     if local.down(progress):
@@ -94,20 +110,39 @@ def _prepared(progress: Progress) -> str | None:
     return None
 
 
-def _run(suite: Suite, tally: Tally, progress: Progress) -> None:
-    with tempfile.TemporaryDirectory(prefix="gym-suite-") as folder, progress.step(f"suite {suite.name}"):
+def _run_beside(lanes: Sequence[Sequence[Suite]], tally: Tally, progress: Progress) -> None:
+    """Each lane in a thread. What a suite prints comes out when it has ended: two at once could not be read."""
+
+    def drive(lane: Sequence[Suite]) -> None:
+        for suite in lane:
+            started = time.monotonic()
+            with tempfile.TemporaryFile() as output:
+                _run(suite, tally, output)
+                output.seek(0)
+                with tally.lock:
+                    progress.note(f"suite {suite.name}: {time.monotonic() - started:.0f} s")
+                    sys.stdout.write(output.read().decode(errors="replace"))
+                    sys.stdout.flush()
+
+    with ThreadPoolExecutor(len(lanes)) as threads:
+        list(threads.map(drive, lanes))  # a lane that could not go on ends the run here
+
+
+def _run(suite: Suite, tally: Tally, output: IO[bytes] | None = None) -> None:
+    with tempfile.TemporaryDirectory(prefix="gym-suite-") as folder:
         results = Path(folder) / "results.xml"
         command = [str(BIN / suite.command[0]), *suite.command[1:]]
         if suite.is_pytest:
             command += ["-q", f"--junitxml={results}"]
-        code = subprocess.run(command, cwd=PROJECT, stdin=subprocess.DEVNULL, check=False).returncode
-        tally.ran.append(suite.name)
-        if code != 0:
-            tally.failed.append(suite.name)
+        ended = subprocess.run(
+            command, cwd=PROJECT, stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=False
+        )
+        passed = ended.returncode == 0
         if suite.is_pytest and results.exists():
-            tally.counts.update(count(results))
+            counts = count(results)
         else:
-            tally.counts["passed" if code == 0 else "failed"] += 1
+            counts = Counter({"passed" if passed else "failed": 1})
+        tally.add(suite, passed, counts)
 
 
 def count(results: Path) -> Counter[str]:

@@ -12,7 +12,7 @@ from typing import Any
 from gym_kit.demo.options import from_environment
 from gym_kit.demo.report import report
 from gym_kit.demo.scenario import Scenario
-from gym_kit.demo.stage import staged
+from gym_kit.demo.stage import grounds, staged
 from gym_kit.demo.table import Watch
 from gym_kit.errors import KitError
 from gym_kit.progress import Progress
@@ -21,10 +21,11 @@ from gym_kit.progress import Progress
 def main() -> int:
     """Exit code 0 only if everything that was promised was seen."""
     try:
-        options = from_environment(os.environ)
+        options, progress = from_environment(os.environ), Progress.to_stderr()
         with (
             tempfile.TemporaryDirectory(prefix="gym-demo-") as folder,
-            staged(options, Progress.to_stderr(), Path(folder)) as stage,
+            grounds(options.cluster, progress, Path(folder), keep=options.keep) as ready,
+            staged(ready, options, progress) as stage,
             Watch() as watch,
         ):
             scenario = Scenario(stage, options, watch)

@@ -20,6 +20,7 @@ MAX_RECOVERY_RATIO = 2.5
 
 def report(stage: Stage, options: Options, played: Played) -> dict[str, Any]:
     """Count a run. `ok` is true only if everything that was promised was seen."""
+    cluster = stage.grounds.cluster
     entries = [json.loads(line) for line in journal(stage.kube).splitlines()]
     rows = read_rows(stage)
     counted = account(stage.expected, rows, sort_journal(entries), restored_cuts(stage, played.stack))
@@ -27,7 +28,7 @@ def report(stage: Stage, options: Options, played: Played) -> dict[str, Any]:
     recoveries = [seconds for kill in played.kills if (seconds := recovery_seconds(kill, entries)) is not None]
     problems = [*counted.problems, *_missed(counted, options, played, status, recoveries)]
     return {
-        "cluster": {"provider": stage.cluster.provider, "kubernetes": stage.cluster.kubernetes_version},
+        "cluster": {"provider": cluster.provider, "kubernetes": cluster.kubernetes_version},
         **counted.document(),
         "checkpoint": {
             "name": played.checkpoint["metadata"]["name"],

@@ -140,7 +140,7 @@ class Scenario:
         old = frozenset(pod["metadata"]["uid"] for pod in pods)
         wait("the bare stack again", lambda: all_ready(old), START_SECONDS)
         seconds = time.monotonic() - started
-        self._stage.uninstall("bare", self._kube.namespace)
+        self._stage.uninstall_stack("bare")
         return seconds
 
     # ---- looks --------------------------------------------------------------------------------------------

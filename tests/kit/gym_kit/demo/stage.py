@@ -12,7 +12,7 @@ from typing import Any
 
 from gym_kit import image, tools
 from gym_kit.bucket import SeaweedFS
-from gym_kit.cluster import Cluster, ensure
+from gym_kit.cluster import Choice, Cluster, ensure
 from gym_kit.demo.kube import Kube, wait
 from gym_kit.demo.options import Options
 from gym_kit.errors import KitError
@@ -33,26 +33,42 @@ SHORTEST_ROLLOUT_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
-class Stage:
-    """Where a demonstration happens. `expected`: rollouts to be collected."""
+class Grounds:
+    """What demonstrations share: a cluster with the operator and this image, and an S3 server beside it."""
 
     cluster: Cluster
     bucket: SeaweedFS
-    kube: Kube
     image: str
-    expected: int
-    tokens_per_second: int
-
-    def store(self, prefix: str) -> S3Store:
-        return S3Store(s3_settings(self.bucket, prefix), prefix, credentials(self.bucket))
 
     def helm(self, *arguments: str) -> None:
         run([tools.helm(), "--kubeconfig", self.cluster.kubeconfig, *arguments], timeout=HELM_SECONDS)
 
+    def install(self, chart: str, release: str, namespace: str, values: dict[str, Any], *more: str) -> None:
+        command: list[str | Path] = [tools.helm(), "--kubeconfig", self.cluster.kubeconfig, "upgrade", "--install"]
+        command += [release, PROJECT / "charts" / chart, "--namespace", namespace, "--create-namespace"]
+        values = {"image": _split(self.image), **values}
+        run([*command, "--values", "-", *more], stdin=json.dumps(values), timeout=HELM_SECONDS)
+
+    def uninstall(self, release: str, namespace: str) -> None:
+        self.helm("uninstall", release, "--namespace", namespace, "--ignore-not-found")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Where one demonstration happens: a namespace of its own. `expected`: rollouts to be collected."""
+
+    grounds: Grounds
+    kube: Kube
+    expected: int
+    tokens_per_second: int
+
+    def store(self, prefix: str) -> S3Store:
+        bucket = self.grounds.bucket
+        return S3Store(s3_settings(bucket, prefix), prefix, credentials(bucket))
+
     def install_stack(self, release: str, *, checkpoints: bool, tasks: str, concurrency: int) -> None:
         """`helm install` of a demonstration stack in this run's namespace."""
         values: dict[str, Any] = {
-            "image": _split(self.image),
             "demo": {"enabled": True, "tokensPerSecond": self.tokens_per_second},
             "checkpoints": {"enabled": checkpoints},
             "collection": {
@@ -63,24 +79,16 @@ class Stage:
             "s3": {
                 "bucket": BUCKET,
                 "prefix": f"{self.kube.namespace}/checkpoints",
-                "endpoint": self.bucket.endpoint,
+                "endpoint": self.grounds.bucket.endpoint,
                 "addressingStyle": "path",
                 "existingSecret": SECRET,
             },
             "recovery": {"backoffLimit": 20},
         }
-        self._install("gym-stack", release, self.kube.namespace, values)
+        self.grounds.install("gym-stack", release, self.kube.namespace, values)
 
-    def install_operator(self) -> None:
-        self._install("gym-operator", "gym-operator", OPERATOR_NAMESPACE, {"image": _split(self.image)}, "--wait")
-
-    def uninstall(self, release: str, namespace: str) -> None:
-        self.helm("uninstall", release, "--namespace", namespace, "--ignore-not-found")
-
-    def _install(self, chart: str, release: str, namespace: str, values: dict[str, Any], *more: str) -> None:
-        command: list[str | Path] = [tools.helm(), "--kubeconfig", self.cluster.kubeconfig, "upgrade", "--install"]
-        command += [release, PROJECT / "charts" / chart, "--namespace", namespace, "--create-namespace"]
-        run([*command, "--values", "-", *more], stdin=json.dumps(values), timeout=HELM_SECONDS)
+    def uninstall_stack(self, release: str) -> None:
+        self.grounds.uninstall(release, self.kube.namespace)
 
 
 def s3_settings(bucket: SeaweedFS, prefix: str) -> S3Settings:
@@ -92,13 +100,13 @@ def credentials(bucket: SeaweedFS) -> S3Credentials:
 
 
 @contextmanager
-def staged(options: Options, progress: Progress, folder: Path) -> Iterator[Stage]:
-    """A stage for one run; what this call started is cleared away unless `options.keep`.
+def grounds(choice: Choice, progress: Progress, folder: Path, *, keep: bool = False) -> Iterator[Grounds]:
+    """What demonstrations share; what this call started is cleared away unless `keep`.
 
     Raises KitError with what is missing.
     """
     with progress.step("cluster"):
-        cluster = ensure(options.cluster, progress)
+        cluster = ensure(choice, progress)
     try:
         if cluster.host_address is None:
             raise KitError("pods of this cluster have no known way to this machine: use CLUSTER=local or kind")
@@ -110,32 +118,41 @@ def staged(options: Options, progress: Progress, folder: Path) -> Iterator[Stage
             bucket.start()
         try:
             bucket.create_bucket(BUCKET)
-            yield from _on(cluster, bucket, built.reference, options, progress)
+            yield from _with_operator(Grounds(cluster, bucket, built.reference), progress, keep)
         finally:
             bucket.kill()
     finally:
-        if cluster.started and not options.keep:
+        if cluster.started and not keep:
             with progress.step("removing the cluster"):
                 cluster.down()
 
 
-def _on(
-    cluster: Cluster, bucket: SeaweedFS, image_name: str, options: Options, progress: Progress
-) -> Iterator[Stage]:
-    kube = Kube(cluster.kubeconfig, f"gym-demo-{secrets.token_hex(3)}")
+def _with_operator(ready: Grounds, progress: Progress, keep: bool) -> Iterator[Grounds]:
+    with progress.step("operator (helm install)"):
+        ready.install("gym-operator", "gym-operator", OPERATOR_NAMESPACE, {}, "--wait")
+    try:
+        yield ready
+    finally:
+        if not keep:
+            with progress.step("uninstalling the operator"):
+                ready.uninstall("gym-operator", OPERATOR_NAMESPACE)
+
+
+@contextmanager
+def staged(on: Grounds, options: Options, progress: Progress) -> Iterator[Stage]:
+    """A stage for one run; it is cleared away unless `options.keep`."""
+    kube = Kube(on.cluster.kubeconfig, f"gym-demo-{secrets.token_hex(3)}")
     lines = _tasks(options)
-    stage = Stage(cluster, bucket, kube, image_name, len(lines), _rate(lines))
+    stage = Stage(on, kube, len(lines), _rate(lines))
     store = stage.store(kube.namespace)
     store.create("tasks.jsonl", b"".join(line + b"\n" for line in lines))
     store.create("one-task.jsonl", lines[0] + b"\n")
-    with progress.step("operator (helm install)"):
-        stage.install_operator()
     kube.create_namespace()
     kube.create_secret(
         SECRET,
         {
-            "AWS_ACCESS_KEY_ID": bucket.credentials.access_key,
-            "AWS_SECRET_ACCESS_KEY": bucket.credentials.secret_key,
+            "AWS_ACCESS_KEY_ID": on.bucket.credentials.access_key,
+            "AWS_SECRET_ACCESS_KEY": on.bucket.credentials.secret_key,
         },
     )
     try:
@@ -144,9 +161,8 @@ def _on(
         if not options.keep:
             with progress.step("uninstalling"):
                 for release in (STACK, "bare"):
-                    stage.uninstall(release, kube.namespace)
+                    stage.uninstall_stack(release)
                 kube.delete_namespace()
-                stage.uninstall("gym-operator", OPERATOR_NAMESPACE)
                 wait("the namespace to go", lambda: not kube.pods(""), 60.0)
 
 
