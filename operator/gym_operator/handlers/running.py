@@ -40,20 +40,24 @@ async def operate(
     http, transport = pod_client()
     services = Services(kube, Cache(transport), Events(kube), http, operator_namespace)
     fleet = Fleet(services, namespaces)
-    handlers = registry(fleet, kubeconfig, cluster_wide=not namespaces)
     try:
         await _check(kube, namespaces)
         async with serving_health(health_port, fleet.health):
             beside = asyncio.create_task(fleet.run())
+
+            async def end() -> None:
+                await fleet.close()
+                beside.cancel()
+                await asyncio.wait([beside])
+
+            handlers = registry(fleet, kubeconfig, end, cluster_wide=not namespaces)
             try:
                 log.info("watching %s", ", ".join(namespaces) or "all namespaces")
                 await kopf.operator(
                     registry=handlers, standalone=True, clusterwide=not namespaces, namespaces=list(namespaces)
                 )
             finally:
-                await fleet.close()
-                beside.cancel()
-                await asyncio.wait([beside])
+                await end()
     except OSError as error:
         raise StartError(f"cannot serve health on port {health_port}: {error.strerror}") from error
     finally:

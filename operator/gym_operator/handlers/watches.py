@@ -6,6 +6,7 @@ can be deleted while the operator is away.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import kopf
@@ -15,8 +16,10 @@ from gym_operator.effects.fleet import Fleet
 from gym_operator.handlers.login import connection_info
 
 
-def registry(fleet: Fleet, kubeconfig: str | None, *, cluster_wide: bool) -> kopf.OperatorRegistry:
-    """The handlers, bound to a fleet."""
+def registry(
+    fleet: Fleet, kubeconfig: str | None, end: Callable[[], Awaitable[None]], *, cluster_wide: bool
+) -> kopf.OperatorRegistry:
+    """The handlers, bound to a fleet. `end` ends its work; it may be called again after it."""
     handlers = kopf.OperatorRegistry()
 
     @kopf.on.startup(registry=handlers)
@@ -26,6 +29,11 @@ def registry(fleet: Fleet, kubeconfig: str | None, *, cluster_wide: bool) -> kop
     @kopf.on.login(registry=handlers, retries=10, backoff=2)
     async def login(**_: Any) -> kopf.ConnectionInfo:
         return await connection_info(kubeconfig)
+
+    @kopf.on.cleanup(registry=handlers)
+    async def clean_up(**_: Any) -> None:
+        # Ours to end before the framework looks: it waits five seconds for any task it does not know.
+        await end()
 
     @kopf.on.event(names.GROUP, names.VERSION, names.STACK_PLURAL, registry=handlers)
     async def stack(event: kopf.RawEvent, **_: Any) -> None:
