@@ -6,16 +6,21 @@ import asyncio
 import json
 import logging
 import os
+import signal
 import sys
 import time
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from gym_servers.loading import loading
+from gym_servers.local.children import end_with_parent, until_told
 from gym_servers.stack.settings import SettingsError, load_settings
 from gym_servers.stack.spec import SpecError
+
+T = TypeVar("T")
 
 cli = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
@@ -89,7 +94,7 @@ def up(
         interval = parse_duration(every) if every else None
     except ValueError as error:
         raise SettingsError(f"--every {every}: {error}") from error
-    if not asyncio.run(run(prepared, folder, _announce, interval)):
+    if not _until_told(run(prepared, folder, _announce, interval)):
         raise typer.Exit(1)
 
 
@@ -113,13 +118,20 @@ def demo(
     where = folder or Path(tempfile.mkdtemp(prefix="gym-demo-"))
     options = DemoOptions(rollouts=rollouts, kill=kill, kills=kills, tasks=tasks, seed=seed)
     try:
-        report = asyncio.run(run(where, options, _announce))
+        report = _until_told(run(where, options, _announce))
     except DemoFailed as error:
         print(f"gym-servers: {error}; logs are in {where}", file=sys.stderr)
         raise typer.Exit(1) from error
     print(json.dumps(report, indent=2))
     if not report["ok"]:
         raise typer.Exit(1)
+
+
+def _until_told(work: Coroutine[Any, Any, T]) -> T:
+    try:
+        return asyncio.run(until_told(work))
+    except asyncio.CancelledError:
+        raise typer.Exit(128 + signal.SIGTERM) from None
 
 
 def _announce(level: str, reason: str, message: str) -> None:
@@ -130,6 +142,7 @@ def main() -> None:
     """Entry point: errors that a user can mend are one line, without a trace."""
     logging.basicConfig(level=os.environ.get("GYM_LOG_LEVEL", "INFO"), format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    end_with_parent()
     try:
         cli()
     except (SettingsError, SpecError) as error:

@@ -35,14 +35,14 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OperatorRig]:
 
 @pytest.fixture
 def rig(shared: OperatorRig) -> Iterator[OperatorRig]:
-    """With a fresh operator, and without what a test left behind."""
-    shared.start_operator()
+    """With an operator at work, and without what a test left behind."""
+    if not shared.operator_runs:
+        shared.start_operator()
     yield shared
     for resource in (CHECKPOINTS, STACKS):
         for body in shared.run(shared.kube.list_all(resource, NAMESPACE)).items:
             shared.delete(resource, body["metadata"]["name"])
     shared.until("the pods are gone", lambda: not pods(shared), 60)
-    shared.kill_operator(signal.SIGTERM)
 
 
 def pods(rig: OperatorRig) -> dict[str, dict[str, Any]]:
@@ -262,6 +262,7 @@ def test_health_tells_of_the_work(rig: OperatorRig) -> None:
     rig.until("it answers", lambda: health().get("ok"), 30)
     rig.apply("healthy")
     rig.until("it has a worker", lambda: health().get("stacks") == 1, 30)
+    rig.kill_operator(signal.SIGTERM)
 
 
 def test_an_operator_without_crds_or_cluster_says_so(tmp_path: Path) -> None:

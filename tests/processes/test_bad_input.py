@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,36 @@ def said(folder: Path, process: subprocess.Popen[bytes], text: str) -> str:
         assert process.poll() is None, lines
         time.sleep(0.1)
     raise AssertionError(f"{text!r} was not said: {lines[-5:]}")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_runner_that_ends_leaves_no_server_behind(tmp_path: Path, number: signal.Signals) -> None:
+    stack(tmp_path, None)
+    with up(tmp_path) as process:
+        eventually(lambda: len(children(process.pid)) == 5)
+        servers = children(process.pid)
+        process.send_signal(number)
+        process.wait(timeout=30)
+        eventually(lambda: not any(map(alive, servers)))
+    quiet(tmp_path)
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
 
 
 def quiet(folder: Path) -> None:

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import httpx
 import pytest
@@ -73,11 +72,7 @@ def listened(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, **spec:
     monkeypatch.setenv("GYM_COOKIE_SECRET", COOKIES)
     monkeypatch.setenv("GYM_CONTROL_TOKEN", TOKEN)
     monkeypatch.setattr(serve, "listener", lambda app, host, port: apps.append(app))
-    ran = mock.Mock()
-    monkeypatch.setattr(serve.asyncio, "run", ran)
-    monkeypatch.setattr(serve, "run", lambda listeners, server: None)
-    serve.serve(settings[name])
-    assert ran.called
+    serve.prepare(settings[name])
     return apps
 
 

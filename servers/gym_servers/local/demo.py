@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -19,6 +18,7 @@ from gym_servers.collection.tasks import TasksError, load_tasks
 from gym_servers.coordination.controller import View
 from gym_servers.coordination.record import CellRecord, Stage
 from gym_servers.engine.rows import counter_rows
+from gym_servers.local.children import start
 from gym_servers.local.processes import Announce
 from gym_servers.local.runner import Runner, running
 from gym_servers.local.stack import free_ports, local_stack
@@ -181,9 +181,7 @@ async def engine_process(folder: Path, journal: Path, rate: float) -> AsyncItera
     port = free_ports(1)[0]
     arguments = ["engine", "--port", str(port), "--tokens-per-second", str(rate), "--journal", str(journal)]
     with (folder / "engine.log").open("ab") as log:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "gym_servers", *arguments, stdout=log, stderr=log
-        )
+        process = await start(log, *arguments)
     url = f"http://127.0.0.1:{port}"
     try:
         async with httpx.AsyncClient(trust_env=False) as client:

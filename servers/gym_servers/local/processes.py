@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import IO, Any, Literal
 
 from gym_servers.coordination.controller import Process
 from gym_servers.coordination.record import CellRecord
+from gym_servers.local.children import start
 
 Announce = Callable[[str, str, str], None]
 
@@ -38,7 +38,7 @@ class LocalHost:
         announce: Announce,
     ) -> None:
         self._folder, self._settings, self._announce = folder, settings, announce
-        self._environment = {**os.environ, **environment}
+        self._environment = environment
         self._children: dict[str, _Child] = {}
 
     # ---- CellHost -----------------------------------------------------------------------------------------
@@ -92,17 +92,7 @@ class LocalHost:
         path = self._folder / f"{name}.json"
         path.write_text(json.dumps(self._settings[name], indent=1))
         log = (self._folder / f"{name}.log").open("ab")
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "gym_servers",
-            "serve",
-            "--settings",
-            str(path),
-            env=self._environment,
-            stdout=log,
-            stderr=log,
-        )
+        process = await start(log, "serve", "--settings", str(path), environment=self._environment)
         self._children[name] = _Child(process, f"{process.pid}-{uuid.uuid4().hex[:8]}", log)
 
     @staticmethod

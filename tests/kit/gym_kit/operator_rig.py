@@ -123,6 +123,10 @@ class OperatorRig:
             )
         return self._operator
 
+    @property
+    def operator_runs(self) -> bool:
+        return self._operator is not None and self._operator.poll() is None
+
     def kill_operator(self, number: int = signal.SIGKILL) -> None:
         """Kill the operator, and wait until it is gone."""
         if self._operator is not None:
