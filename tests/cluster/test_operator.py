@@ -108,7 +108,7 @@ def test_a_container_that_dies_in_place_is_seen_and_recovered(rig: OperatorRig) 
 
 @pytest.mark.parametrize("at", ["Preparing", "Committing"])
 def test_an_operator_killed_during_a_checkpoint_leaves_nothing_parked(rig: OperatorRig, at: str) -> None:
-    rig.apply("killed", rollouts=48)
+    rig.apply("killed", rollouts=24)
     rig.until("rollouts are under way", lambda: under_way(rig, "killed"), START_SECONDS)
     rig.checkpoint("torn", "killed")
     passed = ("Preparing", "Committing", "Publishing", "Succeeded")
@@ -131,7 +131,7 @@ def test_an_operator_killed_during_a_checkpoint_leaves_nothing_parked(rig: Opera
 
 
 def test_a_restarted_operator_disturbs_nobody(rig: OperatorRig) -> None:
-    rig.apply("calm", rollouts=48)
+    rig.apply("calm", rollouts=24)
     rig.until("rollouts are under way", lambda: under_way(rig, "calm"), START_SECONDS)
     before = {name: pod["metadata"]["uid"] for name, pod in pods(rig).items()}
     generations = child_versions(rig)
@@ -155,7 +155,7 @@ def child_versions(rig: OperatorRig) -> dict[str, int]:
 
 
 def test_checkpoints_wait_for_each_other_in_order(rig: OperatorRig) -> None:
-    rig.apply("queue", rollouts=64)
+    rig.apply("queue", rollouts=32)
     rig.until("rollouts are under way", lambda: under_way(rig, "queue"), START_SECONDS)
     for name in ("a1", "a2", "a3"):
         rig.checkpoint(name, "queue")
@@ -181,7 +181,7 @@ def test_a_suspended_stack_continues_from_its_checkpoint(rig: OperatorRig) -> No
 
 
 def test_a_stack_deleted_during_a_checkpoint_goes_at_once(rig: OperatorRig) -> None:
-    rig.apply("gone", rollouts=48)
+    rig.apply("gone", rollouts=24)
     rig.until("rollouts are under way", lambda: under_way(rig, "gone"), START_SECONDS)
     rig.checkpoint("lost", "gone")
     rig.until("it has begun", lambda: rig.status(CHECKPOINTS, "lost").get("phase") not in (None, "Pending"), 60, 0.0)
