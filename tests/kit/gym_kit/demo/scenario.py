@@ -26,6 +26,7 @@ RECOVERY_SECONDS = 180.0
 COMPLETE_SECONDS = 600.0
 A_LITTLE_WORK_SECONDS = 1.5  # after the checkpoint, so that there is something to lose and to do again
 RANDOM_SECONDS = 2.0  # at most, before each kill: no run kills at the same moment of the work
+RECOVERY_RANDOM_SECONDS = 6.0  # a recovery takes about ten: pods end, start, are restored and resumed meanwhile
 TERMINAL = ("Succeeded", "Failed")
 OPERATOR = "app.kubernetes.io/name=gym-operator"
 
@@ -91,6 +92,7 @@ class Scenario:
         self._delete(played, attempt)
         if self._options.during == "recovery":
             self._wait("a recovery", lambda: self._attempt() > attempt, RECOVERY_SECONDS)
+            time.sleep(random.uniform(0.0, RECOVERY_RANDOM_SECONDS))
             self._delete(played, self._attempt())
         self._wait("recovery", lambda: self._attempt() > attempt and self._running(), RECOVERY_SECONDS)
         self._watch.note(f"attempt {self._attempt()} runs")
