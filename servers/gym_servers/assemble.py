@@ -19,7 +19,7 @@ from gym_servers.participants.records import FORMAT
 from gym_servers.protocol.digests import digest_of
 from gym_servers.registry import check_server, load_class
 from gym_servers.stack.render import checkpoint_root
-from gym_servers.stack.settings import ServerSettings, SettingsError
+from gym_servers.stack.settings import ServerSettings, SettingsError, describe
 from gym_servers.storage.locate import open_store
 from gym_servers.storage.manifest import CodeIdentity
 from gym_servers.storage.store import ObjectStore
@@ -67,18 +67,27 @@ _Parts = tuple[Participant, "FastAPI", "Callable[[], Awaitable[None]] | None"]
 
 
 def _environment(settings: ServerSettings, gate: Gate, peers: Peers, secret: str) -> _Parts:
+    from pydantic import ValidationError
+
     from gym_servers.environment.app import create_app
+    from gym_servers.environment.config import EnvironmentConfig
     from gym_servers.environment.single_agent_turn import SingleAgentTurn
     from gym_servers.participants.environment import EnvironmentParticipant
 
-    config = _config(settings, {"agent", "resources"})
-    participant = EnvironmentParticipant(gate)
+    try:
+        config = EnvironmentConfig.model_validate(settings.config)
+    except ValidationError as error:
+        raise SettingsError(f"server {settings.name}: `config` is not valid: {describe(error)}") from error
+    boundaries = SingleAgentTurn.checkpoint_boundaries
+    if config.checkpoint_boundaries is not None:
+        boundaries = boundaries and config.checkpoint_boundaries
+    participant = EnvironmentParticipant(gate, boundaries=boundaries, limits=config.limits())
     turn = SingleAgentTurn(
         participant,
         peers,
         secret,
-        agent=peers.only("agent", config.get("agent")),
-        resources=peers.only("resources", config.get("resources")),
+        agent=peers.only("agent", config.agent),
+        resources=peers.only("resources", config.resources),
     )
     return participant, create_app(participant, turn), None
 
