@@ -94,18 +94,38 @@ def _environment(settings: ServerSettings, gate: Gate, peers: Peers, secret: str
 
 def _agent(settings: ServerSettings, gate: Gate, peers: Peers, secret: str) -> _Parts:
     from gym_servers.agent.app import create_app
-    from gym_servers.agent.simple_agent import SimpleAgent
+    from gym_servers.agent.own_app import guarded
+    from gym_servers.agent.row_run import RowRuns
+    from gym_servers.agent.server import AgentServer, AgentSetup, hooks_of
     from gym_servers.participants.agent import AgentParticipant
 
-    config = _config(settings, {"model", "max_steps"})
-    participant = AgentParticipant(gate)
-    agent = SimpleAgent(
-        participant,
-        peers,
-        model=peers.only("model", config.get("model")),
-        max_steps=int(config.get("max_steps", 64)),
-    )
-    return participant, create_app(participant, agent, peers, settings.name, secret), None
+    kind = load_class(settings.server)
+    if not issubclass(kind, AgentServer):
+        raise SettingsError(f"{settings.server!r} is not a subclass of gym_servers.agent.server.AgentServer")
+    config = dict(settings.config) if ":" in settings.server else _config(settings, _AGENT_CONFIG[settings.server])
+    # The participant is made first: an agent's loop stands at its boundaries.
+    made: list[AgentServer] = []
+    exportable = kind.checkpoint_sessions_supported
+    participant = AgentParticipant(gate, hooks_of(made), exportable=exportable)
+    agent = kind(AgentSetup(settings.name, config, participant, peers, secret))
+    made.append(agent)
+    own = agent.setup_webserver()
+    if own is not None:
+        return participant, guarded(own, participant, settings.name), None
+    resources = None
+    if config.get("resources") or len(settings.peers_of("resources")) == 1:
+        resources = peers.only("resources", config.get("resources"))
+    rows = None
+    if resources is not None:
+        verified = not config.get("skip_verification", False)
+        rows = RowRuns(participant, agent, peers, resources, verified=verified)
+    return participant, create_app(agent, rows, resources), None
+
+
+_AGENT_CONFIG = {
+    "simple-agent": {"model", "max_steps", "resources", "skip_verification"},
+    "scratch-agent": {"model", "folder"},
+}
 
 
 def _resources(settings: ServerSettings, gate: Gate, _: Peers, secret: str) -> _Parts:

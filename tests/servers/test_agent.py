@@ -10,7 +10,8 @@ import pytest
 
 from gym_rig.verbs import checkpoint, commit, prepare, ready, restore, resume, start
 from gym_rig.virtual import now, settle
-from gym_servers.participants.agent import ADMISSION_RETRY_SECONDS, Activation, AgentParticipant, Session
+from gym_servers.participants.agent import ADMISSION_RETRY_SECONDS, AgentParticipant
+from gym_servers.participants.agent_state import Activation, Session
 from gym_servers.participants.gate import Gate
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.identity import Episode
@@ -314,7 +315,7 @@ async def test_a_restored_activation_continues_at_its_boundary_under_the_new_att
     again = Loop(second)
     again.free()
     found = second.session("s", R1)
-    assert found.accesses == ACCESS
+    assert found.accesses == [{"peer": "counter", "jar": {"c": {"id": "1"}}, "tools": None}]
     reply = await activate(second, found, again)
     assert reply["items"] == [{"turn": 1}, {"turn": 2}]
     assert again.log == ["model", "tool", "model"]

@@ -15,7 +15,8 @@ from gym_rig.virtual import VirtualLoop, settle
 from gym_servers.capture.ledger import CallRecord, float32, int32
 from gym_servers.control.plane import ControlPlane
 from gym_servers.control.writes import Author
-from gym_servers.participants.agent import Activation, AgentParticipant
+from gym_servers.participants.agent import AgentParticipant
+from gym_servers.participants.agent_state import Activation
 from gym_servers.participants.base import Participant
 from gym_servers.participants.environment import EnvironmentParticipant, Live, Unclaimed
 from gym_servers.participants.gate import Gate

@@ -1,0 +1,83 @@
+"""Calls that belong to an episode and to no session: joined by repeats, ended by a retire, kept by rollout."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gym_servers.participants.gate import Gate
+from gym_servers.protocol.errors import ProtocolError
+from gym_servers.protocol.identity import Episode
+
+
+@dataclass(eq=False)
+class Call:
+    """A running call. `restart`: nothing of it can be continued. `digest` binds a repeat to its request; without one
+    a call is its own, and no other joins it."""
+
+    episode: Episode
+    digest: str
+    restart: bool
+    task: asyncio.Task[Any]
+
+
+class Calls:
+    """What runs now. A caller that leaves does not end its call."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+        self._by_rollout: dict[str, set[Call]] = {}
+
+    def __len__(self) -> int:
+        return sum(len(calls) for calls in self._by_rollout.values())
+
+    def begin(self, episode: Episode, digest: str, work: Callable[[], Awaitable[Any]], *, restart: bool) -> Call:
+        async def run() -> Any:
+            return await work()
+
+        call = Call(episode, digest, restart, asyncio.ensure_future(run()))
+        self._by_rollout.setdefault(episode.rollout_id, set()).add(call)
+        call.task.add_done_callback(lambda _: self._ended(call))
+        return call
+
+    def find(self, episode: Episode) -> Call | None:
+        """The episode's call that a repeat joins."""
+        calls = self._by_rollout.get(episode.rollout_id, ())
+        return next((call for call in calls if call.episode == episode and call.digest), None)
+
+    def restarts(self) -> set[str]:
+        """Capture keys of what cannot be continued."""
+        return {call.episode.key for calls in self._by_rollout.values() for call in calls if call.restart}
+
+    async def join(self, call: Call) -> Any:
+        """The call's result. Raises `stale_attempt` where it was retired."""
+        try:
+            return await asyncio.shield(call.task)
+        except asyncio.CancelledError:
+            if call.task.cancelled():
+                raise ProtocolError("stale_attempt", f"{call.episode.key} was retired") from None
+            raise
+
+    async def end(self, attempts: Mapping[str, int]) -> None:
+        """Stop the calls of these rollouts at or below their attempts, and wait for them."""
+        ending = [
+            call.task
+            for rollout, attempt in attempts.items()
+            for call in self._by_rollout.get(rollout, ())
+            if call.episode.attempt <= attempt
+        ]
+        for task in ending:
+            task.cancel()
+        if ending:
+            await asyncio.wait(ending)
+
+    def _ended(self, call: Call) -> None:
+        if not call.task.cancelled():
+            call.task.exception()  # every caller may be gone: an error nobody awaits is not a fault of ours
+        calls = self._by_rollout[call.episode.rollout_id]
+        calls.discard(call)
+        if not calls:
+            del self._by_rollout[call.episode.rollout_id]
+        self._gate.touch()
