@@ -71,6 +71,8 @@ def _environment(settings: ServerSettings, gate: Gate, peers: Peers, secret: str
 
     from gym_servers.environment.app import create_app
     from gym_servers.environment.config import EnvironmentConfig
+    from gym_servers.environment.legacy_agent import LegacyAgent
+    from gym_servers.environment.server import EnvironmentServer
     from gym_servers.environment.single_agent_turn import SingleAgentTurn
     from gym_servers.participants.environment import EnvironmentParticipant
 
@@ -78,18 +80,17 @@ def _environment(settings: ServerSettings, gate: Gate, peers: Peers, secret: str
         config = EnvironmentConfig.model_validate(settings.config)
     except ValidationError as error:
         raise SettingsError(f"server {settings.name}: `config` is not valid: {describe(error)}") from error
-    boundaries = SingleAgentTurn.checkpoint_boundaries
-    if config.checkpoint_boundaries is not None:
-        boundaries = boundaries and config.checkpoint_boundaries
+    kind = LegacyAgent if settings.server == "legacy-agent" else SingleAgentTurn
+    boundaries = kind.checkpoint_boundaries and config.checkpoint_boundaries is not False
     participant = EnvironmentParticipant(gate, boundaries=boundaries, limits=config.limits())
-    turn = SingleAgentTurn(
-        participant,
-        peers,
-        secret,
-        agent=peers.only("agent", config.agent),
-        resources=peers.only("resources", config.resources),
-    )
-    return participant, create_app(participant, turn), None
+    agent = peers.only("agent", config.agent)
+    server: EnvironmentServer
+    if kind is LegacyAgent:
+        server = LegacyAgent(participant, peers, agent=agent)
+    else:
+        resources = peers.only("resources", config.resources)
+        server = SingleAgentTurn(participant, peers, secret, agent=agent, resources=resources)
+    return participant, create_app(participant, server), None
 
 
 def _agent(settings: ServerSettings, gate: Gate, peers: Peers, secret: str) -> _Parts:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from gym_servers.stack.settings import SettingsError
 
 KNOWN: Mapping[str, frozenset[str]] = {
-    "environment": frozenset({"single-agent-turn"}),
+    "environment": frozenset({"single-agent-turn", "legacy-agent"}),
     "agent": frozenset({"simple-agent", "scratch-agent"}),
     "model": frozenset({"scripted"}),
     "resources": frozenset({"counter"}),

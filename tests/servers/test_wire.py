@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from fastapi import FastAPI
 
-from gym_rig.cell import COOKIES, TOKEN, Rig, cell, rig_settings
+from gym_rig.cell import COOKIES, TOKEN, Rig, rig_settings
 from gym_rig.virtual import settle
+from gym_rig.wire import code, foreign, ok, post, serving
 from gym_servers import serve
 from gym_servers.engine.rows import counter_rows
 from gym_servers.http.sessions import sign, unsign
@@ -27,39 +26,10 @@ TASK = {
 }
 
 
-async def post(
-    rig: Rig, server: str, path: str, body: Any, *, jar: Mapping[str, str] | None = None, **extra: str
-) -> httpx.Response:
-    sent = dict(extra)
-    if jar:
-        sent["cookie"] = "; ".join(f"{name}={value}" for name, value in jar.items())
-    async with rig.network.client() as client:
-        return await client.post(f"http://{server}{path}", json=body, headers=sent)
-
-
-async def ok(rig: Rig, server: str, path: str, body: Any, **options: Any) -> tuple[Any, dict[str, str]]:
-    response = await post(rig, server, path, body, **options)
-    assert response.is_success, response.text
-    return response.json(), dict(response.cookies)
-
-
-def code(response: httpx.Response) -> str:
-    return str(response.json()["error"]["code"])
-
-
 async def seeded(rig: Rig, key: str = "x") -> dict[str, str]:
     """A counter session; its cookies."""
     _, jar = await ok(rig, "counter", f"/ng-rollout/{key}/seed_session", {"resources_session_id": f"s-{key}", **ROW})
     return jar
-
-
-async def serving(rig: Rig) -> None:
-    await rig.until(rig.running)
-
-
-def foreign(tmp_path: Path, **spec: Any) -> Any:
-    """A cell that nobody drives but the test."""
-    return cell(tmp_path, counter_rows(1, 1), collection=None, **spec)
 
 
 # ---- checkpointing off ------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any
 
 from gym_servers.agent.server import AgentServer
 from gym_servers.http.peers import PeerFailed, Peers, PeerUnreachable
+from gym_servers.http.row_identity import row_session
 from gym_servers.participants.agent import AgentParticipant
 from gym_servers.participants.agent_state import Activation, RowRun, Session
 from gym_servers.protocol import headers
@@ -38,7 +39,7 @@ class RowRuns:
         session = self._participant.session_of(episode)
         if session is None or session.row is None or session.row.digest != digest:
             session = await self._participant.seed(
-                f"row.{episode.key}",
+                row_session(episode),
                 episode,
                 [],
                 anonymous=anonymous,

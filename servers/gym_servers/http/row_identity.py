@@ -13,18 +13,19 @@ ATTEMPT = "_ng_attempt_index"
 
 
 def row_episode(row: Mapping[str, Any]) -> Episode | None:
-    """The episode of the running call, None where neither the path nor the row names one.
-
-    Raises `invalid_request` for a row whose keys are not usable, or name another episode than the path."""
-    in_path, in_row = current_episode(), _in_row(row)
-    if in_path is not None and in_row is not None and in_path != in_row:
-        raise ProtocolError("invalid_request", f"the path names {in_path.key}, the row {in_row.key}")
-    return in_path or in_row
+    """The episode of the running call, None where neither its path nor the row names one. The path goes first: a row
+    keeps the attempt it was written with. Raises `invalid_request` for keys that are not usable."""
+    return current_episode() or _in_row(row)
 
 
 def without_attempt(row: Mapping[str, Any]) -> dict[str, Any]:
     """What tells one task from another: a rollout's later attempts bring the same task."""
     return {name: value for name, value in row.items() if name != ATTEMPT}
+
+
+def row_session(episode: Episode) -> str:
+    """The agent session that serves a row: the same for each attempt, so that whoever relayed it can close it."""
+    return f"row.{episode.rollout_id}"
 
 
 def _in_row(row: Mapping[str, Any]) -> Episode | None:

@@ -29,7 +29,7 @@ from gym_servers.participants.agent_state import (
 from gym_servers.participants.answered import Answered, same_request
 from gym_servers.participants.base import Participant, RestorePlan, Scope, Survey
 from gym_servers.participants.busy import Busy
-from gym_servers.participants.calls import Calls
+from gym_servers.participants.calls import Calls, outcome
 from gym_servers.participants.gate import Gate
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.identity import Episode
@@ -326,12 +326,8 @@ class AgentParticipant(Participant):
         if activation.digest != digest:
             raise ProtocolError("checkpoint_conflict", f"session {session.id} runs another request")
         assert activation.task is not None
-        try:
-            result: dict[str, Any] = await asyncio.shield(activation.task)
-        except asyncio.CancelledError:
-            if activation.task.cancelled():
-                raise ProtocolError("session_lost", f"agent session {session.id} was ended") from None
-            raise
+        ended = ProtocolError("session_lost", f"agent session {session.id} was ended")
+        result: dict[str, Any] = await outcome(activation.task, ended)
         return result
 
     # ---- inside the turn loop -----------------------------------------------------------------------------

@@ -5,11 +5,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from gym_servers.participants.gate import Gate
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.identity import Episode
+
+T = TypeVar("T")
+
+
+async def outcome(task: asyncio.Task[T], ended: ProtocolError) -> T:
+    """What a task that others may end comes to; a caller that leaves does not end it. Raises `ended` where somebody
+    did."""
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        waiting = asyncio.current_task()
+        if task.cancelled() and not (waiting is not None and waiting.cancelling()):
+            raise ended from None
+        raise
 
 
 @dataclass(eq=False)
@@ -53,12 +67,7 @@ class Calls:
 
     async def join(self, call: Call) -> Any:
         """The call's result. Raises `stale_attempt` where it was retired."""
-        try:
-            return await asyncio.shield(call.task)
-        except asyncio.CancelledError:
-            if call.task.cancelled():
-                raise ProtocolError("stale_attempt", f"{call.episode.key} was retired") from None
-            raise
+        return await outcome(call.task, ProtocolError("stale_attempt", f"{call.episode.key} was retired"))
 
     async def end(self, attempts: Mapping[str, int]) -> None:
         """Stop the calls of these rollouts at or below their attempts, and wait for them."""

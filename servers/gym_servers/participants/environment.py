@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from gym_servers.participants.answered import Answered, same_request
 from gym_servers.participants.base import Participant, RestorePlan, Scope, Survey
+from gym_servers.participants.calls import outcome
 from gym_servers.participants.gate import Gate
 from gym_servers.participants.limits import Budget, Limits, Slots
 from gym_servers.participants.records import from_bytes, reading, to_bytes
@@ -198,12 +199,7 @@ class EnvironmentParticipant(Participant):
     async def _join(self, live: Live) -> Any:
         """The episode's result. The caller may go away: the episode goes on, and can be joined again."""
         assert live.task is not None
-        try:
-            return await asyncio.shield(live.task)
-        except asyncio.CancelledError:
-            if live.task.cancelled():  # retired, not our caller who left
-                raise ProtocolError("stale_attempt", f"{live.episode.key} was retired") from None
-            raise
+        return await outcome(live.task, ProtocolError("stale_attempt", f"{live.episode.key} was retired"))
 
     async def _retire_lower(self, episode: Episode) -> None:
         lower = [
