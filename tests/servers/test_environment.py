@@ -653,3 +653,38 @@ async def test_without_boundaries_every_episode_is_a_restart() -> None:
         await participant.retire([R0])
         await asyncio.wait([running])
         participant.gate.fence.forget("r")
+
+
+class Unseen(dict[Any, Any]):
+    """A table that may be asked for a key, and not be walked over."""
+
+    def _walked(self) -> Any:
+        raise AssertionError("the whole table was walked over")
+
+    __iter__ = items = values = keys = _walked  # type: ignore[assignment]
+
+
+async def test_a_retire_and_a_new_attempt_look_at_their_own_rollout_alone() -> None:
+    participant = environment()
+    turns = [Turn(participant) for _ in range(3)]
+    running = [run(participant, Episode(f"r{n}", 0), turn) for n, turn in enumerate(turns)]
+    await settle()
+    participant._live, participant._by_rollout = Unseen(participant._live), Unseen(participant._by_rollout)
+    await participant.retire([Episode("r0", 0)])
+    again = run(participant, Episode("r1", 1), turns[1])
+    assert [await code(task) for task in running[:2]] == ["stale_attempt"] * 2
+    assert len(participant._live) == 2
+    for task in (running[2], again):
+        task.cancel()
+
+
+async def test_a_retired_episode_leaves_no_receipt() -> None:
+    participant = environment()
+    turn, running = await at_stage(participant, "replay")
+    for end in turn.ends.values():
+        end.set()
+    await running
+    participant.gate.fence.mark("r", 0)
+    await participant.retire([R0])
+    assert len(participant._answered) == 0
+    assert await code(participant.run(R0, "d", turn)) == "stale_attempt"

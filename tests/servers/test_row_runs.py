@@ -273,3 +273,19 @@ async def test_an_answer_that_nobody_got_is_restored_with_its_row(tmp_path: Path
         for participant in (agent, env):
             resume(participant, "hand")
         assert (await running).json()["reward"] == 1.0
+
+
+async def test_a_relayed_row_over_its_limit_is_ended_at_the_agent_too(tmp_path: Path) -> None:
+    described = servers(tmp_path)
+    described[0]["config"] = {"default_episode_timeout_seconds": 1.0}
+    async with foreign(tmp_path, servers=described) as rig:
+        await serving(rig)
+        response = await post(rig, "env", "/run", named(_ng_rollout_id="x"))
+        assert response.json()["failure"]["failure_kind"] == "agent_timeout"
+        await settle()
+        effects = rig.effects()
+        await asyncio.sleep(60)
+        assert rig.effects() == effects
+        for name in ("env", "agent", "counter"):
+            counts = rig.participant(name).survey().counts
+            assert not any(counts.values()), (name, counts)

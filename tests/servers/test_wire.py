@@ -18,6 +18,7 @@ from gym_servers.http.sessions import sign, unsign
 from gym_servers.protocol import headers
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.messages import PREFIX
+from gym_servers.stack.settings import SettingsError
 
 NAMES = ("env", "policy", "agent", "counter", "collection")
 ROW = {"initial_count": 10, "expected_count": 15}
@@ -294,3 +295,25 @@ async def test_the_control_api_is_not_on_the_data_port(tmp_path: Path) -> None:
                     f"http://{name}{PREFIX}/status", headers={"authorization": f"Bearer {TOKEN}"}
                 )
                 assert response.status_code in (404, 405)
+
+
+# ---- one process ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", ["2", "8", "many"])
+@pytest.mark.parametrize("name", ["env", "policy", "agent", "counter"])
+def test_c16_several_workers_are_refused_at_start_up_with_the_reason(
+    tmp_path: Path, name: str, workers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEB_CONCURRENCY", workers)
+    with pytest.raises(SettingsError, match=f"WEB_CONCURRENCY={workers}.*one process.*set it to 1"):
+        listened(tmp_path, name, monkeypatch, collection=None)
+
+
+@pytest.mark.parametrize(("workers", "enabled"), [("1", True), ("", True), ("4", False)])
+def test_c16_one_worker_is_fine_and_without_checkpoints_any_number(
+    tmp_path: Path, workers: str, enabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEB_CONCURRENCY", workers)
+    spec = {} if enabled else {"checkpoints": {"enabled": False}}
+    assert listened(tmp_path, "agent", monkeypatch, collection=None, **spec)
