@@ -10,8 +10,9 @@ import pytest
 
 from gym_rig.verbs import checkpoint, commit, prepare, ready, restore, restore_built, resume, start
 from gym_rig.virtual import now, settle
-from gym_servers.participants.agent import ADMISSION_RETRY_SECONDS, AgentParticipant
+from gym_servers.participants.agent import AgentParticipant
 from gym_servers.participants.agent_state import Activation, AgentHooks, Session
+from gym_servers.participants.agent_turns import ADMISSION_RETRY_SECONDS
 from gym_servers.participants.gate import Gate
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.identity import Episode

@@ -1,9 +1,7 @@
-"""The agent participant: sessions, their activations, and the boundaries inside a turn loop.
+"""The agent participant: its sessions, the calls beside them, and how they are carried to another process.
 
-A session is idle, running an activation, or standing at a boundary: before each model call and after each tool
-round. An activation that waits for a model reply counts as standing at its last boundary; a reply that arrives
-while a checkpoint is open is held until resume. The state at a boundary is what was appended before it, so an
-export in the middle of a model call leaves nothing half done.
+Sessions are kept by rollout, so that a seed, a close and a retire look at no other rollout's. What happens inside of
+a session is in `agent_turns`.
 """
 
 from __future__ import annotations
@@ -17,19 +15,18 @@ from typing import Any, TypeVar
 from gym_servers.participants.agent_state import (
     ANSWERED,
     NO_HOOKS,
-    Activation,
     AgentHooks,
     AnsweredRow,
-    Reply,
     Session,
     answered_record,
     read_record,
     session_record,
 )
+from gym_servers.participants.agent_turns import AgentTurns
 from gym_servers.participants.answered import Answered, same_request
-from gym_servers.participants.base import Participant, RestorePlan, Scope, Survey
+from gym_servers.participants.base import RestorePlan, Scope, Survey
 from gym_servers.participants.busy import Busy
-from gym_servers.participants.calls import Calls, outcome
+from gym_servers.participants.calls import Calls
 from gym_servers.participants.gate import Gate
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.identity import Episode
@@ -39,11 +36,10 @@ log = logging.getLogger("gym_servers")
 
 T = TypeVar("T")
 
-ADMISSION_RETRY_SECONDS = 0.2  # between tries of a model call that another participant's checkpoint refuses
 ANSWERED_ROWS = 4096  # more than are answered between the environment's prepare and ours
 
 
-class AgentParticipant(Participant):
+class AgentParticipant(AgentTurns):
     """Sessions of one agent server, found by id and by episode. Without `exportable` (an agent that did not opt in)
     all of them are restarts. `hooks` carry and end what the agent keeps of its own."""
 
@@ -144,6 +140,9 @@ class AgentParticipant(Participant):
             self.gate.fence.check(episode)
             await self.gate.enter()
             self.gate.fence.admit(episode)  # looked at again: a retire may have come while we waited
+
+    def _present(self, session: Session) -> bool:
+        return not session.closing and self._sessions.get(session.id) is session
 
     def _of(self, rollout: str, attempt: int) -> list[Session]:
         """A rollout's sessions up to an attempt."""
@@ -249,114 +248,6 @@ class AgentParticipant(Participant):
         self._check(episode)
         with self._busy.working(episode.key, where):
             yield
-
-    # ---- activations --------------------------------------------------------------------------------------
-
-    async def activate(
-        self,
-        session: Session,
-        index: int | None,
-        digest: str,
-        body: Callable[[Activation], Awaitable[dict[str, Any]]],
-    ) -> dict[str, Any]:
-        """Run a request through `body`, continue a restored one, join a running one, or repeat a reply."""
-        if (reply := self._known(session, index, digest)) is not None:
-            return reply
-        if session.activation is not None:
-            return await self._join(session, session.activation, digest)
-        await self._enter(session.episode)
-        # Both may have changed while we waited for the checkpoint to end.
-        if session.closing or self._sessions.get(session.id) is not session:
-            raise ProtocolError("session_lost", f"agent session {session.id} was closed")
-        if session.activation is not None:
-            return await self._join(session, session.activation, digest)
-        if (reply := self._known(session, index, digest)) is not None:
-            return reply
-        activation = session.restored
-        if activation is None:
-            session.activations += 1
-            ordinal = session.activations if index is None else index
-            activation = Activation(index, digest, self.gate.clock(), ordinal)
-        if activation.digest != digest or activation.index != index:
-            raise ProtocolError("checkpoint_conflict", "the restored activation is of another request")
-        session.restored = None
-        session.activation = activation
-        activation.task = asyncio.ensure_future(self._drive(session, activation, body))
-        # Not by the task itself: one that is cancelled before its first step runs none of its code.
-        activation.task.add_done_callback(lambda _: self._ended(session, activation))
-        return await self._join(session, activation, digest)
-
-    def _known(self, session: Session, index: int | None, digest: str) -> dict[str, Any] | None:
-        """The stored reply to a repeated index, None where work is to be done."""
-        if index is None:
-            return None
-        if session.reply is not None and index == session.reply.index:
-            if digest != session.reply.digest:
-                raise ProtocolError("checkpoint_conflict", f"activation {index} was another request")
-            return session.reply.response
-        if index != session.next_index:
-            raise ProtocolError("activation_out_of_order", f"activation {index} given, {session.next_index} expected")
-        return None
-
-    async def _drive(
-        self,
-        session: Session,
-        activation: Activation,
-        body: Callable[[Activation], Awaitable[dict[str, Any]]],
-    ) -> dict[str, Any]:
-        try:
-            response = await body(activation)
-        except Exception:
-            if self.gate.checkpoint_open:
-                # It cannot be continued any more; who waits for it learns of that when the checkpoint is over.
-                activation.failed = activation.standing = True
-                self.gate.touch()
-                await self.gate.wait_checkpoint_closed()
-            raise
-        if activation.index is not None:
-            session.reply = Reply(activation.index, activation.digest, response)
-        return response
-
-    def _ended(self, session: Session, activation: Activation) -> None:
-        if session.activation is activation:
-            session.activation = None
-        self.gate.touch()
-
-    async def _join(self, session: Session, activation: Activation, digest: str) -> dict[str, Any]:
-        if activation.digest != digest:
-            raise ProtocolError("checkpoint_conflict", f"session {session.id} runs another request")
-        assert activation.task is not None
-        ended = ProtocolError("session_lost", f"agent session {session.id} was ended")
-        result: dict[str, Any] = await outcome(activation.task, ended)
-        return result
-
-    # ---- inside the turn loop -----------------------------------------------------------------------------
-
-    async def boundary(self, activation: Activation) -> None:
-        """Stand here while a checkpoint is open. Call it with `items` complete."""
-        activation.standing, activation.where = True, "boundary"
-        self.gate.touch()
-        await self.gate.wait_checkpoint_closed()
-
-    async def model_call(self, activation: Activation, call: Callable[[], Awaitable[T]]) -> T:
-        """Wait for a model reply, standing at the last boundary; one that comes in while a checkpoint is open
-        is held. Closed admission elsewhere never fails the activation."""
-        activation.standing, activation.where = True, "model"
-        self.gate.touch()
-        while True:
-            try:
-                result = await call()
-                break
-            except ProtocolError as refusal:
-                if refusal.code != "admission_closed":
-                    raise
-            if self.gate.checkpoint_open:
-                await self.gate.wait_checkpoint_closed()
-            else:
-                await asyncio.sleep(ADMISSION_RETRY_SECONDS)
-        await self.gate.wait_checkpoint_closed()
-        activation.standing, activation.where = False, "tools"
-        return result
 
     # ---- participant --------------------------------------------------------------------------------------
 
