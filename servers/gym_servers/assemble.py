@@ -108,7 +108,10 @@ def _agent(settings: ServerSettings, gate: Gate, peers: Peers, secret: str) -> _
     made: list[AgentServer] = []
     exportable = kind.checkpoint_sessions_supported
     participant = AgentParticipant(gate, hooks_of(made), exportable=exportable)
-    agent = kind(AgentSetup(settings.name, config, participant, peers, secret))
+    try:
+        agent = kind(AgentSetup(settings.name, config, participant, peers, secret))
+    except (TypeError, ValueError) as error:
+        raise SettingsError(f"server {settings.name}: `config`: {error}") from error
     made.append(agent)
     own = agent.setup_webserver()
     if own is not None:

@@ -628,6 +628,21 @@ async def test_closes_and_retires_that_come_together_clean_up_once() -> None:
     assert own.retired == ["r"]
 
 
+async def test_a_retire_frees_what_a_waiting_close_would_have_freed() -> None:
+    own = Own()
+    participant = opted(own)
+    await seeded(participant)
+    prepare(participant)
+    closing = asyncio.create_task(participant.close("s", R0))
+    await settle()
+    resume(participant)
+    participant.gate.fence.mark("r", 0)
+    await participant.retire([R0])  # before the close has run again
+    await closing
+    assert (own.retired, participant.survey().counts) == (["r"], {"sessions": 0, "busy": 0})
+    assert await checkpoint(participant) == {}
+
+
 async def test_a_session_that_cannot_be_ended_stays_and_is_tried_again() -> None:
     own = Own()
     own.broken = True

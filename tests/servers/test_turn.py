@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 from gym_rig.cell import Rig, cell
+from gym_rig.verbs import commit, prepare, ready, resume, start
 from gym_rig.virtual import now, settle
 from gym_rig.wire import code, foreign, ok, post, serving
 from gym_servers.agent.simple_agent import SimpleAgent
 from gym_servers.coordination.verbs import resume_all
 from gym_servers.engine.rows import counter_rows
+from gym_servers.environment.server import EnvironmentServer
 from gym_servers.http.peers import Peers, Reply
 from gym_servers.participants.agent import AgentParticipant
 from gym_servers.protocol import headers
@@ -133,6 +135,30 @@ async def test_cleanup_that_takes_too_long_is_given_up(tmp_path: Path, monkeypat
         assert now() - began == pytest.approx(7, abs=0.5)
 
 
+async def test_a_limit_that_comes_during_cleanup_does_not_take_the_row_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def change(_: str, path: str, reply: Reply) -> Reply:
+        if path == "/close_session":
+            await asyncio.sleep(60)
+        return reply
+
+    tampered(monkeypatch, change)
+    async with configured(tmp_path, default_episode_timeout_seconds=30) as rig:
+        assert (await running(rig))["result"]["reward"] == 1.0
+
+
+async def test_time_in_which_a_peer_admits_nothing_does_not_count(tmp_path: Path) -> None:
+    async with configured(tmp_path, default_episode_timeout_seconds=15) as rig:
+        rig.kill("agent")
+        rig.start("agent")  # a fresh process, which takes no work yet
+        episode = running(rig)
+        await asyncio.sleep(60)
+        assert not episode.done()
+        start(rig.participant("agent"))
+        assert (await episode)["result"]["reward"] == 1.0
+
+
 @pytest.mark.parametrize(
     ("config", "named"),
     [
@@ -203,6 +229,36 @@ async def test_the_limits_of_a_checkpoint_reach_episodes_of_both_kinds(
         assert (outcome.publication.episodes, outcome.publication.restarts) == (["x"], ["y"])
         for answer in await asyncio.gather(*both):
             assert answer["result"]["reward"] == 1.0
+
+
+@pytest.mark.parametrize("replays", [True, False])
+async def test_a_verify_holds_a_checkpoint_up_unless_the_seed_said_that_it_may_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replays: bool
+) -> None:
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def verify(*_: Any) -> dict[str, Any]:
+        begun.set()
+        await ended.wait()
+        return {"reward": 1.0}
+
+    monkeypatch.setattr(CounterServer, "verify", verify)
+    monkeypatch.setattr(CounterServer, "verify_replays", replays)
+    async with configured(tmp_path) as rig:
+        episode, env = running(rig), rig.participant("env")
+        await begun.wait()
+        assert prepare(env, "hand") == replays
+        ended.set()
+        await asyncio.sleep(1)
+        assert ready(env)
+        stands = b'"stage":"verify"' if replays else b'"stage":"return"'  # a result is held, or was waited for
+        assert stands in (await commit(env, "x"))["x"]
+        resume(env, "hand")
+        assert (await episode)["result"]["reward"] == 1.0
+
+
+def test_an_environment_that_says_nothing_has_no_boundaries() -> None:
+    assert EnvironmentServer.checkpoint_boundaries is False
 
 
 # ---- failures while a checkpoint is open --------------------------------------------------------------------

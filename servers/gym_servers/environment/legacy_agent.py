@@ -8,17 +8,12 @@ one long stage replays.
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from typing import Any, ClassVar
 
 from gym_servers.environment.server import EnvironmentServer, State
-from gym_servers.http.peers import PeerFailed, Peers, PeerUnreachable
+from gym_servers.http.peers import Peers
 from gym_servers.http.row_identity import row_session
 from gym_servers.participants.environment import EnvironmentParticipant, Live, Unclaimed
-from gym_servers.protocol.errors import ProtocolError
-
-log = logging.getLogger("gym_servers")
 
 
 class LegacyAgent(EnvironmentServer):
@@ -39,11 +34,10 @@ class LegacyAgent(EnvironmentServer):
                 )
                 state = {"result": row}
             return await self.stage(live, "return", replay=False, state=state, step=lambda: _same(state["result"]))
-        except Exception:
-            # The agent may still be at it, where this episode came to its limit or lost the connection.
-            live.cleaning = True
-            await asyncio.shield(asyncio.ensure_future(self._close(live)))
-            raise
+        finally:
+            if "result" not in state:
+                # The agent may still be at it: the limit was reached, the connection lost, the attempt replaced.
+                await self.finish(live, self._close(live))
 
     async def _invoke(self, live: Live, task: dict[str, Any]) -> dict[str, Any]:
         given = task["task_input"]
@@ -52,12 +46,9 @@ class LegacyAgent(EnvironmentServer):
         return answer
 
     async def _close(self, live: Live) -> None:
-        body = {"agent_session_id": row_session(live.episode)}
-        try:
-            async with asyncio.timeout(self._participant.limits.cleanup_timeout_seconds):
-                await self.post(live, self._agent, "/v1/agent_sessions/close", body)
-        except (ProtocolError, PeerUnreachable, PeerFailed, TimeoutError) as error:
-            log.warning("cleanup of %s: %s", live.episode.key, str(error) or type(error).__name__)
+        await self.post(
+            live, self._agent, "/v1/agent_sessions/close", {"agent_session_id": row_session(live.episode)}
+        )
 
 
 async def _same(result: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,8 @@ subclass's: it runs before `episode` returns or raises, on every path.
 from __future__ import annotations
 
 import abc
+import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar, TypeVar
 
@@ -17,8 +19,12 @@ from gym_servers.participants.limits import OverLimit
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.identity import Episode
 
+log = logging.getLogger("gym_servers")
+
 T = TypeVar("T")
 State = dict[str, Any]
+
+_CLEANUP = "cleanup"  # holds an episode's budget for good
 
 
 class EnvironmentServer(abc.ABC):
@@ -65,6 +71,25 @@ class EnvironmentServer(abc.ABC):
     ) -> T:
         """One stage of an episode: its boundary is `name` and `state`."""
         return await self._participant.stage(live, name, replay=replay, snapshot=lambda: state, step=step)
+
+    async def finish(self, live: Live, cleanup: Awaitable[None]) -> None:
+        """End what an episode holds at its peers. Neither a retire nor the episode's limit cuts it short: they wait
+        for its end. What fails is logged: the episode's answer does not depend on it."""
+        live.cleaning = True
+        live.budget.hold(_CLEANUP)
+        ending = asyncio.ensure_future(self._within_limit(live, cleanup))
+        try:
+            await asyncio.shield(ending)
+        except asyncio.CancelledError:
+            await asyncio.wait([ending])
+            raise
+
+    async def _within_limit(self, live: Live, cleanup: Awaitable[None]) -> None:
+        try:
+            async with asyncio.timeout(self._participant.limits.cleanup_timeout_seconds):
+                await cleanup
+        except (ProtocolError, PeerUnreachable, PeerFailed, TimeoutError) as error:
+            log.warning("cleanup of %s: %s", live.episode.key, str(error) or type(error).__name__)
 
     async def post(
         self,

@@ -9,21 +9,16 @@ reply on every path and is never interrupted.
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar
 
 from gym_servers.environment.server import EnvironmentServer, State
-from gym_servers.http.peers import PeerFailed, Peers, PeerUnreachable
+from gym_servers.http.peers import Peers
 from gym_servers.http.sessions import sign
 from gym_servers.participants.environment import EnvironmentParticipant, Live, Unclaimed
 from gym_servers.protocol import headers
-from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.identity import Episode
-
-log = logging.getLogger("gym_servers")
 
 STAGES = ("seed", "invoke_agent", "close_agent", "verify", "return")
 REPLAYED = frozenset({"seed", "invoke_agent"})
@@ -62,7 +57,7 @@ class SingleAgentTurn(EnvironmentServer):
             return result
         finally:
             if not state.get("cleaned"):
-                await self._clean_up(live, state)
+                await self.finish(live, self._end_sessions(live, state))
 
     async def _stage(self, live: Live, stage: str, task: dict[str, Any], state: State) -> State:
         replay = stage in REPLAYED or (stage == "verify" and state.get("verify_replays", False))
@@ -143,33 +138,19 @@ class SingleAgentTurn(EnvironmentServer):
         return {"result": reply.body}
 
     async def _return(self, live: Live, _: dict[str, Any], state: State) -> State:
-        await self._clean_up(live, state)
+        await self.finish(live, self._end_sessions(live, state))
         return {"cleaned": True}
 
-    async def _clean_up(self, live: Live, state: State) -> None:
-        """End the sessions. Shielded: a retire that comes now waits for the end instead of cutting it short."""
-        live.cleaning = True
-        cleanup = asyncio.ensure_future(self._end_sessions(live, state))
-        try:
-            await asyncio.shield(cleanup)
-        except asyncio.CancelledError:
-            await asyncio.wait([cleanup])
-            raise
-
     async def _end_sessions(self, live: Live, state: State) -> None:
-        try:
-            async with asyncio.timeout(self._participant.limits.cleanup_timeout_seconds):
-                if not state.get("agent_closed"):
-                    await self._close_agent_session(live, state)
-                await self.post(
-                    live,
-                    self._resources,
-                    "/close_session",
-                    {"resources_session_id": state["session"], "episode_id": _wire(live.episode)},
-                    jar=state.get("jar"),
-                )
-        except (ProtocolError, PeerUnreachable, PeerFailed, TimeoutError) as error:
-            log.warning("cleanup of %s: %s", live.episode.key, str(error) or type(error).__name__)
+        if not state.get("agent_closed"):
+            await self._close_agent_session(live, state)
+        await self.post(
+            live,
+            self._resources,
+            "/close_session",
+            {"resources_session_id": state["session"], "episode_id": _wire(live.episode)},
+            jar=state.get("jar"),
+        )
 
     async def _close_agent_session(self, live: Live, state: State) -> None:
         await self.post(
