@@ -15,7 +15,9 @@ from gym_rig.verbs import commit, prepare, ready, resume
 from gym_rig.virtual import settle
 from gym_rig.wire import code, foreign, ok, post, serving
 from gym_servers.engine.rows import counter_rows
+from gym_servers.http.peers import Peers, Reply
 from gym_servers.participants.agent import AgentParticipant
+from gym_servers.protocol import headers
 from gym_servers.protocol.identity import Episode
 from gym_servers.resources.counter import CounterServer
 
@@ -133,6 +135,25 @@ async def test_c20_a_row_that_is_sent_again_joins_or_is_answered_and_never_runs_
         second = await post(rig, server, "/run", row)
         assert (await first).json() == second.json() == (await post(rig, server, "/run", row)).json()
         assert (seeds(rig), rig.effects()) == (1, 1)
+
+
+async def test_an_agent_says_that_a_close_follows_its_verify_and_closes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[tuple[str, bool]] = []
+    original = Peers.post
+
+    async def noted(self: Peers, name: str, path: str, body: Any, **options: Any) -> Reply:
+        if name == "counter":
+            sent.append((path, headers.CLOSE_FOLLOWS in (options.get("headers") or {})))
+        return await original(self, name, path, body, **options)
+
+    monkeypatch.setattr(Peers, "post", noted)
+    async with foreign(tmp_path) as rig:
+        await serving(rig)
+        await ok(rig, "agent", "/run", named(_ng_rollout_id="x"))
+        assert sent[0] == ("/seed_session", False)
+        assert sent[-2:] == [("/verify", True), ("/close_session", False)]
 
 
 @BOTH
@@ -268,6 +289,7 @@ async def test_an_answer_that_nobody_got_is_restored_with_its_row(tmp_path: Path
         prepare(agent, "hand")
         await settle()  # it ends what it had begun
         assert ready(agent)
+        assert agent.survey().counts == {"sessions": 0, "busy": 1}  # it stands before it answers
         assert set(await commit(agent, "x")) == {"answered/x"}
         assert b'"stage":"invoke_agent"' in (await commit(env, "x"))["x"]
         for participant in (agent, env):

@@ -190,8 +190,10 @@ async def test_an_episode_that_cannot_be_continued_is_reported_and_starts_over(
     access = {"kind": "mcp", "url": "http://counter/mcp", "headers": {"x-nemo-gym-session-token": "SECRET"}}
 
     async def change(name: str, path: str, reply: Reply) -> Reply:
-        seeds = {"agent": "/v1/agent_sessions"}.get(why, "/seed_session")
-        if path != seeds:
+        if path == "/v1/agent_sessions" and why != "agent":
+            # An agent of another make, which says nothing.
+            return Reply(reply.body, {k: v for k, v in reply.headers.items() if k != headers.RESTART}, reply.jar)
+        if path not in ("/seed_session", "/v1/agent_sessions") or (path == "/seed_session") == (why == "agent"):
             return reply
         body = {**reply.body, "resources_tools": {"mcp": access, "list": [access]}.get(why)}
         marked = {**reply.headers, headers.RESTART: "x"} if why in ("header", "agent") else reply.headers
@@ -330,7 +332,7 @@ async def test_c12_an_episode_that_was_ended_from_outside_has_no_row(tmp_path: P
 async def test_c18_a_session_cookie_that_is_lost_on_the_way_is_an_error_and_no_fresh_session(tmp_path: Path) -> None:
     async with configured(tmp_path) as rig:
         await ok(rig, "agent", "/ng-rollout/x/v1/agent_sessions", {"agent_session_id": "a"})
-        response = await post(rig, "agent", "/ng-rollout/x/v1/responses", {"input": "add 1"})
+        response = await post(rig, "agent", "/ng-rollout/x/v1/responses", {"input": "hello"})
         assert (response.status_code, code(response)) == (409, "session_lost")
         assert rig.participant("agent").survey().counts == {"sessions": 1, "busy": 0}
 
