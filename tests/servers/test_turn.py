@@ -204,6 +204,7 @@ async def test_an_episode_that_cannot_be_continued_is_reported_and_starts_over(
     async with configured(tmp_path, **config) as rig:
         first = running(rig)
         await rig.until(rig.effects)
+        assert rig.participant("env").survey().restarts == {"x"}  # known before anybody else is asked
         outcome = await rig.checkpoint("one")
         assert (outcome.publication.episodes, outcome.publication.restarts) == ([], ["x"])
         for file in (tmp_path / "checkpoints").rglob("*"):
