@@ -51,7 +51,7 @@ def assemble(settings: ServerSettings, cookie_secret: str) -> Server:
         coordinated=settings.checkpoint.coordinated,
         attempt_floor=settings.checkpoint.attempt_floor,
     )
-    peers = Peers(settings.peers, cookie_secret)
+    peers = Peers(settings.peers, cookie_secret, extended=settings.checkpoint.enabled)
     participant, app, background = _BUILDERS[settings.kind](settings, gate, peers, cookie_secret)
     code = CodeIdentity(
         image=settings.image,

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from fastapi import FastAPI
 
@@ -86,6 +87,30 @@ async def test_without_checkpoints_the_data_api_needs_no_episode_and_answers_the
                 assert (await post(rig, "env", f"{PREFIX}/prepare", {})).status_code in (404, 405)
     assert answers[True]["result"]["reward"] == answers[False]["result"]["reward"] == 1.0
     assert shape(answers[True]) == shape(answers[False])
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+async def test_without_checkpoints_no_call_carries_a_header_of_the_protocol(
+    tmp_path: Path, enabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: set[str] = set()
+    original = httpx.AsyncClient.post
+
+    async def noted(self: httpx.AsyncClient, url: str, **options: Any) -> httpx.Response:
+        sent.update(name for name in options.get("headers") or {} if name.startswith("x-ng-"))
+        return await original(self, url, **options)
+
+    monkeypatch.setattr(httpx.AsyncClient, "post", noted)
+    async with foreign(tmp_path, **({} if enabled else {"checkpoints": {"enabled": False}})) as rig:
+        if enabled:
+            await serving(rig)
+        else:
+            await rig.processes()
+        answer, _ = await ok(rig, "env", "/run", {"episode_id": {"rollout_id": "x", "attempt": 0}, "task": TASK})
+        row, _ = await ok(rig, "agent", "/run", {**ROW, **TASK["task_input"], "_ng_rollout_id": "y"})
+        assert answer["result"]["reward"] == row["reward"] == 1.0
+    own = {headers.ACTIVATION, headers.MODEL_CALL, headers.TOOL_CALL, headers.CLOSE_FOLLOWS}
+    assert sent == (own if enabled else set())
 
 
 def shape(value: Any) -> Any:

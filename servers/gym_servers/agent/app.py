@@ -83,7 +83,7 @@ def create_app(agent: AgentServer, rows: RowRuns | None, resources: str | None) 
         episode, anonymous = required(current_episode())
         await participant.seed(body.agent_session_id, episode, accesses, restart=restart, anonymous=anonymous)
         request.session["session_id"] = body.agent_session_id
-        if restart or not participant.exportable:
+        if participant.gate.enabled and (restart or not participant.exportable):
             response.headers[headers.RESTART] = setup.name
         return {"agent_session_id": body.agent_session_id}
 

@@ -49,10 +49,11 @@ class Reply:
 
 
 class Peers:
-    """Posts to the peers of this cell by name. `secret` signs and reads session cookies."""
+    """Posts to the peers of this cell by name. `secret` signs and reads session cookies. Without `extended` no call
+    carries a header of the checkpoint protocol, whatever its caller gives."""
 
-    def __init__(self, peers: Mapping[str, Peer], secret: str) -> None:
-        self._peers, self._secret = peers, secret
+    def __init__(self, peers: Mapping[str, Peer], secret: str, *, extended: bool = True) -> None:
+        self._peers, self._secret, self._extended = peers, secret, extended
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=5.0),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=128),
@@ -104,7 +105,9 @@ class Peers:
         url = self._peers[name].url.rstrip("/") + episode_path(episode, path)
         # As a header: the client would take per-request cookies for a jar of its own.
         cookie = "; ".join(f"{key}={value}" for key, value in sign(jar or {}, self._secret).items())
-        sent = {**(headers or {}), **({"cookie": cookie} if cookie else {})}
+        sent = {name: value for name, value in (headers or {}).items() if self._extended or not protocols_own(name)}
+        if cookie:
+            sent["cookie"] = cookie
         give_up = time.monotonic() + PATIENCE_SECONDS
         while True:
             try:
@@ -124,6 +127,10 @@ class Peers:
             give_up = time.monotonic() + PATIENCE_SECONDS
             with closed():
                 await asyncio.sleep(ADMISSION_RETRY_SECONDS)
+
+
+def protocols_own(header: str) -> bool:
+    return header.lower().startswith("x-ng-")
 
 
 def _json(response: httpx.Response) -> Any:
