@@ -13,12 +13,11 @@ import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar
 
-from gym_servers.environment.server import EnvironmentServer, State
+from gym_servers.environment.server import EnvironmentServer, State, named
 from gym_servers.http.peers import Peers
 from gym_servers.http.sessions import sign
 from gym_servers.participants.environment import EnvironmentParticipant, Live, Unclaimed
 from gym_servers.protocol import headers
-from gym_servers.protocol.identity import Episode
 
 STAGES = ("seed", "invoke_agent", "close_agent", "verify", "return")
 REPLAYED = frozenset({"seed", "invoke_agent"})
@@ -73,7 +72,7 @@ class SingleAgentTurn(EnvironmentServer):
             "/seed_session",
             {
                 "resources_session_id": state["session"],
-                "episode_id": _wire(live.episode),
+                **_wire(live),
                 "task_id": task.get("task_id"),
                 "task_data": task_data,
             },
@@ -94,7 +93,7 @@ class SingleAgentTurn(EnvironmentServer):
             "/v1/agent_sessions",
             {
                 "agent_session_id": state["agent_session"],
-                "episode_id": _wire(live.episode),
+                **_wire(live),
                 "task_id": task.get("task_id"),
                 "tool_accesses": [direct, *granted],
             },
@@ -148,7 +147,7 @@ class SingleAgentTurn(EnvironmentServer):
             live,
             self._resources,
             "/close_session",
-            {"resources_session_id": state["session"], "episode_id": _wire(live.episode)},
+            {"resources_session_id": state["session"], **_wire(live)},
             jar=state.get("jar"),
         )
 
@@ -157,7 +156,7 @@ class SingleAgentTurn(EnvironmentServer):
             live,
             self._agent,
             "/v1/agent_sessions/close",
-            {"agent_session_id": state["agent_session"], "episode_id": _wire(live.episode)},
+            {"agent_session_id": state["agent_session"], **_wire(live)},
             jar=state.get("agent_jar"),
         )
 
@@ -168,5 +167,7 @@ def _accesses(seeded: Any) -> list[dict[str, Any]]:
     return [dict(access) for access in (given if isinstance(given, list) else [given]) if isinstance(access, dict)]
 
 
-def _wire(episode: Episode) -> dict[str, Any]:
-    return {"rollout_id": episode.rollout_id, "attempt": episode.attempt}
+def _wire(live: Live) -> dict[str, Any]:
+    """The episode as bodies carry it: as little as paths do where its caller gave none."""
+    episode = named(live)
+    return {} if episode is None else {"episode_id": {"rollout_id": episode.rollout_id, "attempt": episode.attempt}}
