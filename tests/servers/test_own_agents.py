@@ -84,6 +84,18 @@ async def retired(rig: Rig, key: str) -> None:
     await participant.retire([Episode(key, 0)])
 
 
+async def test_a_close_stops_its_work_before_the_application_is_asked_to_clean_up(tmp_path: Path) -> None:
+    async with foreign(tmp_path, servers=scratch(tmp_path)) as rig:
+        await serving(rig)
+        await ok(rig, "agent", "/ng-rollout/x/v1/agent_sessions", {"agent_session_id": "x"})
+        work = asyncio.create_task(post(rig, "agent", "/ng-rollout/x/v1/responses", {"input": "add 1"}))
+        await settle()
+        assert not work.done()
+        await ok(rig, "agent", "/ng-rollout/x/v1/agent_sessions/close", {"agent_session_id": "x"})
+        assert code(await work) == "stale_attempt"
+        assert (folders(tmp_path), rig.participant("agent").survey().counts) == ([], {"sessions": 0, "busy": 0})
+
+
 async def test_its_calls_need_an_episode_and_its_own_routes_stay_its_own(tmp_path: Path) -> None:
     async with foreign(tmp_path, servers=scratch(tmp_path)) as rig:
         await serving(rig)

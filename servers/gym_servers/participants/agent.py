@@ -121,6 +121,7 @@ class AgentParticipant(AgentTurns):
             return
         self._belongs(session, episode)
         with self._busy.working(session.episode.key, "close"):
+            await self._calls.end_within(session.episode)
             if finish is not None:
                 await finish()
             await self._free(session)

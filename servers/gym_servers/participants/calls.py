@@ -82,6 +82,15 @@ class Calls:
         if ending:
             await asyncio.wait(ending)
 
+    async def end_within(self, episode: Episode) -> None:
+        """Stop the calls that were made inside of an episode's session; not the one that serves it as a whole."""
+        calls = self._by_rollout.get(episode.rollout_id, ())
+        ending = [call.task for call in calls if call.episode == episode and not call.digest]
+        for task in ending:
+            task.cancel()
+        if ending:
+            await asyncio.wait(ending)
+
     def _ended(self, call: Call) -> None:
         if not call.task.cancelled():
             call.task.exception()  # every caller may be gone: an error nobody awaits is not a fault of ours
