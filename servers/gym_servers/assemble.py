@@ -19,7 +19,7 @@ from gym_servers.participants.records import FORMAT
 from gym_servers.protocol.digests import digest_of
 from gym_servers.registry import check_server, load_class
 from gym_servers.stack.render import checkpoint_root
-from gym_servers.stack.settings import ServerSettings, SettingsError
+from gym_servers.stack.settings import ServerSettings, SettingsError, describe
 from gym_servers.storage.locate import open_store
 from gym_servers.storage.manifest import CodeIdentity
 from gym_servers.storage.store import ObjectStore
@@ -51,7 +51,7 @@ def assemble(settings: ServerSettings, cookie_secret: str) -> Server:
         coordinated=settings.checkpoint.coordinated,
         attempt_floor=settings.checkpoint.attempt_floor,
     )
-    peers = Peers(settings.peers, cookie_secret)
+    peers = Peers(settings.peers, cookie_secret, extended=settings.checkpoint.enabled)
     participant, app, background = _BUILDERS[settings.kind](settings, gate, peers, cookie_secret)
     code = CodeIdentity(
         image=settings.image,
@@ -67,36 +67,69 @@ _Parts = tuple[Participant, "FastAPI", "Callable[[], Awaitable[None]] | None"]
 
 
 def _environment(settings: ServerSettings, gate: Gate, peers: Peers, secret: str) -> _Parts:
+    from pydantic import ValidationError
+
     from gym_servers.environment.app import create_app
+    from gym_servers.environment.config import EnvironmentConfig
+    from gym_servers.environment.legacy_agent import LegacyAgent
+    from gym_servers.environment.server import EnvironmentServer
     from gym_servers.environment.single_agent_turn import SingleAgentTurn
     from gym_servers.participants.environment import EnvironmentParticipant
 
-    config = _config(settings, {"agent", "resources"})
-    participant = EnvironmentParticipant(gate)
-    turn = SingleAgentTurn(
-        participant,
-        peers,
-        secret,
-        agent=peers.only("agent", config.get("agent")),
-        resources=peers.only("resources", config.get("resources")),
-    )
-    return participant, create_app(participant, turn), None
+    try:
+        config = EnvironmentConfig.model_validate(settings.config)
+    except ValidationError as error:
+        raise SettingsError(f"server {settings.name}: `config` is not valid: {describe(error)}") from error
+    kind = LegacyAgent if settings.server == "legacy-agent" else SingleAgentTurn
+    boundaries = kind.checkpoint_boundaries and config.checkpoint_boundaries is not False
+    participant = EnvironmentParticipant(gate, boundaries=boundaries, limits=config.limits())
+    agent = peers.only("agent", config.agent)
+    server: EnvironmentServer
+    if kind is LegacyAgent:
+        server = LegacyAgent(participant, peers, agent=agent)
+    else:
+        resources = peers.only("resources", config.resources)
+        server = SingleAgentTurn(participant, peers, secret, agent=agent, resources=resources)
+    return participant, create_app(participant, server), None
 
 
 def _agent(settings: ServerSettings, gate: Gate, peers: Peers, secret: str) -> _Parts:
     from gym_servers.agent.app import create_app
-    from gym_servers.agent.simple_agent import SimpleAgent
+    from gym_servers.agent.own_app import guarded
+    from gym_servers.agent.row_run import RowRuns
+    from gym_servers.agent.server import AgentServer, AgentSetup, hooks_of
     from gym_servers.participants.agent import AgentParticipant
 
-    config = _config(settings, {"model", "max_steps"})
-    participant = AgentParticipant(gate)
-    agent = SimpleAgent(
-        participant,
-        peers,
-        model=peers.only("model", config.get("model")),
-        max_steps=int(config.get("max_steps", 64)),
-    )
-    return participant, create_app(participant, agent, peers, settings.name, secret), None
+    kind = load_class(settings.server)
+    if not issubclass(kind, AgentServer):
+        raise SettingsError(f"{settings.server!r} is not a subclass of gym_servers.agent.server.AgentServer")
+    config = dict(settings.config) if ":" in settings.server else _config(settings, _AGENT_CONFIG[settings.server])
+    # The participant is made first: an agent's loop stands at its boundaries.
+    made: list[AgentServer] = []
+    exportable = kind.checkpoint_sessions_supported
+    participant = AgentParticipant(gate, hooks_of(made), exportable=exportable)
+    try:
+        agent = kind(AgentSetup(settings.name, config, participant, peers, secret))
+    except (TypeError, ValueError) as error:
+        raise SettingsError(f"server {settings.name}: `config`: {error}") from error
+    made.append(agent)
+    own = agent.setup_webserver()
+    if own is not None:
+        return participant, guarded(own, participant, settings.name), None
+    resources = None
+    if config.get("resources") or len(settings.peers_of("resources")) == 1:
+        resources = peers.only("resources", config.get("resources"))
+    rows = None
+    if resources is not None:
+        verified = not config.get("skip_verification", False)
+        rows = RowRuns(participant, agent, peers, resources, verified=verified)
+    return participant, create_app(agent, rows, resources), None
+
+
+_AGENT_CONFIG = {
+    "simple-agent": {"model", "max_steps", "resources", "skip_verification"},
+    "scratch-agent": {"model", "folder"},
+}
 
 
 def _resources(settings: ServerSettings, gate: Gate, _: Peers, secret: str) -> _Parts:

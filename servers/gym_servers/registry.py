@@ -8,28 +8,33 @@ from collections.abc import Mapping
 from gym_servers.stack.settings import SettingsError
 
 KNOWN: Mapping[str, frozenset[str]] = {
-    "environment": frozenset({"single-agent-turn"}),
-    "agent": frozenset({"simple-agent"}),
+    "environment": frozenset({"single-agent-turn", "legacy-agent"}),
+    "agent": frozenset({"simple-agent", "scratch-agent"}),
     "model": frozenset({"scripted"}),
     "resources": frozenset({"counter"}),
     "collection": frozenset({"collection"}),
 }
-_CLASSES = {"counter": "gym_servers.resources.counter:CounterServer"}
+_CLASSES = {
+    "simple-agent": "gym_servers.agent.simple_agent:SimpleAgent",
+    "scratch-agent": "gym_servers.agent.scratch_agent:ScratchAgent",
+    "counter": "gym_servers.resources.counter:CounterServer",
+}
+OWN_CLASSES = frozenset({"agent", "resources"})  # kinds that a user may write
 
 
 def check_server(kind: str, server: str) -> None:
     """Raise SettingsError for a name that is neither ours nor a class of the user's image."""
     if server in KNOWN[kind]:
         return
-    if kind == "resources" and ":" in server:
+    if kind in OWN_CLASSES and ":" in server:
         return
     known = ", ".join(sorted(KNOWN[kind]))
-    own = " or package.module:Class of your image" if kind == "resources" else ""
+    own = " or package.module:Class of your image" if kind in OWN_CLASSES else ""
     raise SettingsError(f"{server!r} is not a known {kind} server; use {known}{own}")
 
 
 def load_class(server: str) -> type:
-    """The class behind a resources server's name. Raises SettingsError."""
+    """The class behind a server's name. Raises SettingsError."""
     target = _CLASSES.get(server, server)
     module, _, name = target.partition(":")
     try:

@@ -20,7 +20,7 @@ from fastapi import FastAPI
 from gym_servers.assemble import Server, assemble
 from gym_servers.control.app import control_app
 from gym_servers.control.plane import ControlPlane
-from gym_servers.stack.settings import ServerSettings, read_secret
+from gym_servers.stack.settings import ServerSettings, SettingsError, read_secret
 
 log = logging.getLogger("gym_servers")
 
@@ -47,8 +47,20 @@ def listener(app: FastAPI, host: str, port: int) -> uvicorn.Server:
     )
 
 
+def refuse_workers(settings: ServerSettings) -> None:
+    """Raise SettingsError where several workers are asked for: sessions and phases are in the memory of one process,
+    and a call that lands on another worker would find a session lost, or pass a gate that is closed."""
+    wanted = os.environ.get("WEB_CONCURRENCY", "").strip()
+    if settings.checkpoint.enabled and wanted not in ("", "1"):
+        raise SettingsError(
+            f"WEB_CONCURRENCY={wanted[:20]}: a server with checkpoints is one process, which alone has its sessions; "
+            "set it to 1 or leave it out, and run more cells instead"
+        )
+
+
 def prepare(settings: ServerSettings) -> tuple[list[uvicorn.Server], Server]:
     """What a process serves, before anything is opened. Raises SettingsError."""
+    refuse_workers(settings)
     server = assemble(settings, read_secret("GYM_COOKIE_SECRET"))
     listeners = [listener(server.app, settings.host, settings.data_port)]
     if settings.checkpoint.enabled:

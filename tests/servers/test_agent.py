@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 import pytest
 
-from gym_rig.verbs import checkpoint, commit, prepare, ready, restore, resume, start
+from gym_rig.verbs import checkpoint, commit, prepare, ready, restore, restore_built, resume, start
 from gym_rig.virtual import now, settle
-from gym_servers.participants.agent import ADMISSION_RETRY_SECONDS, Activation, AgentParticipant, Session
+from gym_servers.participants.agent import AgentParticipant
+from gym_servers.participants.agent_state import Activation, AgentHooks, Session
+from gym_servers.participants.agent_turns import ADMISSION_RETRY_SECONDS
 from gym_servers.participants.gate import Gate
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.identity import Episode
@@ -27,6 +29,7 @@ class Loop:
         self.model, self.tool = asyncio.Semaphore(0), asyncio.Semaphore(0)
         self.log: list[str] = []
         self.refusals: list[ProtocolError] = []
+        self.error: Exception | None = None
 
     async def __call__(self, activation: Activation) -> dict[str, Any]:
         while True:
@@ -44,6 +47,8 @@ class Loop:
         if self.refusals:
             raise self.refusals.pop()
         await self.model.acquire()
+        if self.error is not None:
+            raise self.error
         return "reply"
 
     def free(self) -> None:
@@ -314,7 +319,7 @@ async def test_a_restored_activation_continues_at_its_boundary_under_the_new_att
     again = Loop(second)
     again.free()
     found = second.session("s", R1)
-    assert found.accesses == ACCESS
+    assert found.accesses == [{"peer": "counter", "jar": {"c": {"id": "1"}}, "tools": None}]
     reply = await activate(second, found, again)
     assert reply["items"] == [{"turn": 1}, {"turn": 2}]
     assert again.log == ["model", "tool", "model"]
@@ -478,3 +483,420 @@ async def test_a_fresh_process_takes_no_work_before_it_is_in_service() -> None:
     start(participant)
     with pytest.raises(ProtocolError, match="session_lost"):
         participant.session("s", R0)
+
+
+async def test_a_close_before_the_process_is_in_service_is_told_to_come_again() -> None:
+    """Or the session that is to be restored would stay for ever."""
+    participant = agent(started=False)
+    assert await code(participant.close("s", R0)) == "admission_closed"
+
+
+async def test_a_higher_attempt_ends_the_lower_ones_session() -> None:
+    participant = agent()
+    session = await seeded(participant)
+    running = activate(participant, session, stubborn)
+    await settle()
+    await seeded(participant, R1, "s1")
+    assert await code(running) == "session_lost"
+    assert participant.survey().counts["sessions"] == 1
+
+
+async def test_a_seed_under_another_rollouts_session_id_is_refused_and_disturbs_nothing() -> None:
+    participant = agent()
+    session, loop = await seeded(participant), Loop(participant)
+    running = activate(participant, session, loop)
+    assert await code(seeded(participant, Episode("other", 0))) == "invalid_request"
+    loop.free()
+    assert "items" in await running
+
+
+# ---- agents that opt in, and those that do not --------------------------------------------------------------
+
+
+class Own:
+    """What an agent keeps of its own, by capture key."""
+
+    def __init__(self) -> None:
+        self.states: dict[str, Any] = {}
+        self.retired: list[str] = []
+        self.held: asyncio.Event | None = None
+        self.broken = False
+
+    @property
+    def hooks(self) -> AgentHooks:
+        return AgentHooks(self.export, self.restore, self.retire)
+
+    async def export(self, keys: Sequence[str]) -> dict[str, Any]:
+        return {key: self.states[key] for key in keys}
+
+    async def restore(self, sessions: Mapping[str, Any]) -> None:
+        if any(not isinstance(state, int) for state in sessions.values()):
+            raise ValueError("not a number")
+        self.states = dict(sessions)
+
+    async def retire(self, key: str) -> None:
+        if self.held is not None:
+            await self.held.wait()
+        if self.broken:
+            raise OSError("the sandbox does not answer")
+        self.retired.append(key)
+        self.states.pop(key, None)
+
+
+def opted(own: Own, *, exportable: bool = True, started: bool = True) -> AgentParticipant:
+    participant = AgentParticipant(Gate(clock=now), own.hooks, exportable=exportable)
+    if started:
+        start(participant)
+    return participant
+
+
+async def test_what_an_agent_keeps_of_its_own_travels_under_the_new_attempt() -> None:
+    own, after = Own(), Own()
+    first = opted(own)
+    for name in ("r", "other"):
+        await seeded(first, Episode(name, 0), name)
+        own.states[name] = len(name)
+    second = opted(after, started=False)
+    assert await restore_built(second, await checkpoint(first, "r"), "r") == ["r-a1"]
+    assert after.states == {"r-a1": 1}
+
+
+async def test_own_state_that_is_refused_installs_nothing() -> None:
+    own, after = Own(), Own()
+    first = opted(own)
+    await seeded(first)
+    own.states["r"] = "text"
+    second = opted(after, started=False)
+    with pytest.raises(ProtocolError, match="not a number") as refused:
+        await restore_built(second, await checkpoint(first, "r"), "r")
+    assert refused.value.code == "invalid_checkpoint_state"
+    assert (second.survey().counts["sessions"], after.states) == (0, {})
+
+
+async def test_a_restore_that_is_given_up_ends_what_the_agent_took_over() -> None:
+    own, after = Own(), Own()
+    first = opted(own)
+    await seeded(first)
+    own.states["r"] = 1
+    second = opted(after, started=False)
+    await restore_built(second, await checkpoint(first, "r"), "r")
+    second.uninstall()
+    await settle()
+    assert (after.retired, after.states) == (["r-a1"], {})
+
+
+@pytest.mark.parametrize("how", ["close", "retire", "seed"])
+async def test_the_activation_is_stopped_before_the_retire_hook(how: str) -> None:
+    own = Own()
+    participant = opted(own)
+    session = await seeded(participant)
+    log: list[str] = []
+
+    async def turn(_: Activation) -> dict[str, Any]:
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            log.extend(own.retired)
+        return {}
+
+    running = activate(participant, session, turn)
+    await settle()
+    if how == "close":
+        await participant.close("s", R0)
+    elif how == "retire":
+        await participant.retire([R0])
+    else:
+        await seeded(participant, session="s2")
+    assert (log, own.retired) == ([], ["r"])
+    assert await code(running) == "session_lost"
+
+
+async def test_closes_and_retires_that_come_together_clean_up_once() -> None:
+    """A client that leaves in the middle interrupts nothing."""
+    own = Own()
+    own.held = asyncio.Event()
+    participant = opted(own)
+    await seeded(participant)
+    first = asyncio.create_task(participant.close("s", R0))
+    await settle()
+    first.cancel()
+    rest = [asyncio.create_task(call) for call in (participant.close("s", R0), participant.retire([R0]))]
+    await settle()
+    assert not any(task.done() for task in rest)
+    own.held.set()
+    await asyncio.gather(*rest)
+    assert own.retired == ["r"]
+
+
+async def test_a_retire_frees_what_a_waiting_close_would_have_freed() -> None:
+    own = Own()
+    participant = opted(own)
+    await seeded(participant)
+    prepare(participant)
+    closing = asyncio.create_task(participant.close("s", R0))
+    await settle()
+    resume(participant)
+    participant.gate.fence.mark("r", 0)
+    await participant.retire([R0])  # before the close has run again
+    await closing
+    assert (own.retired, participant.survey().counts) == (["r"], {"sessions": 0, "busy": 0})
+    assert await checkpoint(participant) == {}
+
+
+async def test_a_session_that_cannot_be_ended_stays_and_is_tried_again() -> None:
+    own = Own()
+    own.broken = True
+    participant = opted(own)
+    await seeded(participant)
+    assert await code(participant.retire([R0])) == "checkpoint_error"
+    assert participant.survey().counts["sessions"] == 1
+    assert not prepare(participant)  # what is half ended is no boundary
+    resume(participant)
+    own.broken = False
+    await participant.retire([R0])
+    assert (own.retired, participant.survey().counts["sessions"]) == (["r"], 0)
+
+
+async def test_an_agent_that_did_not_opt_in_is_restart_only() -> None:
+    """Its sessions are reported and never exported, and hold nothing up - not even in a tool round."""
+    own = Own()
+    participant = opted(own, exportable=False)
+    session, loop = await seeded(participant), Loop(participant)
+    running = activate(participant, session, loop)
+    loop.model.release()
+    await settle()
+    assert prepare(participant)
+    assert participant.survey().restarts == {"r"}
+    assert await commit(participant, "r") == {}
+    running.cancel()
+
+
+async def test_a_restart_only_seed_looks_at_the_watermark_again_after_it_waited() -> None:
+    own = Own()
+    participant = opted(own, exportable=False)
+    prepare(participant)
+    waiting = asyncio.create_task(seeded(participant))
+    await settle()
+    participant.gate.fence.mark("r", 0)
+    resume(participant)
+    assert await code(waiting) == "stale_attempt"
+
+
+@pytest.mark.parametrize("exportable", [True, False])
+async def test_a_seed_that_was_retired_while_it_began_leaves_no_sandbox(exportable: bool) -> None:
+    own = Own()
+    participant = opted(own, exportable=exportable)
+    begun = asyncio.Event()
+
+    async def begin(_: Session) -> None:
+        own.states["r"] = "sandbox"
+        await begun.wait()
+
+    seeding = asyncio.create_task(participant.seed("s", R0, [], begin=begin))
+    await settle()
+    participant.gate.fence.mark("r", 0)
+    retiring = asyncio.create_task(participant.retire([R0]))
+    await asyncio.sleep(10)
+    assert not retiring.done()
+    begun.set()
+    await retiring
+    assert await code(seeding) == "stale_attempt"
+    assert (own.states, participant.survey().counts["sessions"]) == ({}, 0)
+
+
+async def test_a_seed_that_begins_holds_prepare_up() -> None:
+    participant = agent()
+    begun = asyncio.Event()
+
+    async def begin(_: Session) -> None:
+        await begun.wait()
+
+    seeding = asyncio.create_task(participant.seed("s", R0, [], begin=begin))
+    await settle()
+    assert not prepare(participant)
+    assert [blocker.where for blocker in participant.survey().blockers] == ["seed"]
+    begun.set()
+    await seeding
+    assert ready(participant)
+
+
+# ---- what cannot be continued -------------------------------------------------------------------------------
+
+
+async def test_a_session_with_headers_is_a_restart_and_no_record_ever_holds_one() -> None:
+    participant = agent()
+    access = {"peer": "counter", "jar": {}, "headers": {"authorization": "SECRET"}, "tools": None}
+    await participant.seed("s", R0, [access], restart=True)
+    plain = {"peer": "counter", "jar": {}, "headers": {"x": "SECRET"}, "url": "http://SECRET", "tools": None}
+    await participant.seed("t", Episode("other", 0), [plain])
+    assert prepare(participant)
+    assert participant.survey().restarts == {"r"}
+    records = await commit(participant)
+    assert set(records) == {"t"}
+    assert b"SECRET" not in records["t"]
+
+
+async def test_an_activation_that_fails_while_a_checkpoint_is_open_parks_and_is_not_exported() -> None:
+    participant = agent()
+    session, loop = await seeded(participant), Loop(participant)
+    running = activate(participant, session, loop)
+    await settle()
+    assert prepare(participant)
+    loop.error = ValueError("broken")
+    loop.model.release()
+    await settle()
+    survey = participant.survey()
+    assert (survey.ready, survey.restarts) == (True, {"r"})
+    assert not running.done()
+    assert await commit(participant, "r") == {}
+    resume(participant)
+    with pytest.raises(ValueError, match="broken"):
+        await running
+    assert participant.survey().restarts == frozenset()
+
+
+async def test_a_direct_call_is_a_restart_while_it_runs_and_holds_nothing_up() -> None:
+    participant = agent()
+    ended = asyncio.Event()
+    running = asyncio.create_task(participant.direct(R0, ended.wait))
+    await settle()
+    assert prepare(participant)
+    assert participant.survey().restarts == {"r"}
+    assert await commit(participant, "r") == {}
+    late = asyncio.create_task(participant.direct(Episode("late", 0), ended.wait))
+    await settle()
+    assert participant.survey().restarts == {"r"}  # new work waits
+    resume(participant)
+    ended.set()
+    assert await running and await late
+    assert participant.survey().restarts == frozenset()
+
+
+async def test_a_retire_ends_a_direct_call() -> None:
+    participant = agent()
+    running = asyncio.create_task(participant.direct(R0, asyncio.Event().wait))
+    beside = asyncio.create_task(participant.direct(Episode("other", 0), asyncio.Event().wait))
+    await settle()
+    participant.gate.fence.mark("r", 0)
+    await participant.retire([R0])
+    assert await code(running) == "stale_attempt"
+    assert await code(participant.direct(R0, asyncio.Event().wait)) == "stale_attempt"
+    assert not beside.done()
+    beside.cancel()
+
+
+# ---- rows ---------------------------------------------------------------------------------------------------
+
+
+class Row:
+    """The work of a row, ended by a test."""
+
+    def __init__(self) -> None:
+        self.end, self.runs = asyncio.Event(), 0
+        self.error: Exception | None = None
+
+    async def __call__(self) -> str:
+        self.runs += 1
+        await self.end.wait()
+        if self.error is not None:
+            raise self.error
+        return "row"
+
+
+async def test_a_repeated_row_joins_and_another_one_is_refused() -> None:
+    participant, work = agent(), Row()
+    first, second = (asyncio.create_task(participant.row(R0, "d", work)) for _ in range(2))
+    await settle()
+    assert await code(participant.row(R0, "other", work)) == "checkpoint_conflict"
+    first.cancel()
+    work.end.set()
+    assert (await second, work.runs) == ("row", 1)
+
+
+async def test_c17_a_row_that_failed_is_not_answered_again_and_its_attempt_is_used_up() -> None:
+    participant, work = agent(), Row()
+    work.error = ValueError("broken")
+    work.end.set()
+    with pytest.raises(ValueError, match="broken"):
+        await participant.row(R0, "d", work)
+    assert await code(participant.row(R0, "d", work)) == "stale_attempt"
+    work.error = None
+    assert await participant.row(R1, "d", work) == "row"
+
+
+async def test_a_row_that_comes_while_a_checkpoint_is_open_waits_and_runs_once() -> None:
+    participant, work = agent(), Row()
+    prepare(participant)
+    calls = [asyncio.create_task(participant.row(R0, "d", work)) for _ in range(2)]
+    await settle()
+    assert work.runs == 0
+    resume(participant)
+    work.end.set()
+    assert await asyncio.gather(*calls) == ["row", "row"]
+    assert work.runs == 1
+
+
+async def test_an_answered_row_is_answered_again_also_by_another_process() -> None:
+    participant, work = agent(), Row()
+    session = await seeded(participant)
+    await participant.answered(session, "d", "row")
+    assert await participant.row(R0, "d", work) == "row"
+    second = agent(started=False)
+    assert restore(second, await checkpoint(participant, "r"), "r") == ["r-a1"]
+    resume(second, "restore")
+    assert await second.row(R1, "d", work) == "row"
+    assert await code(second.row(R1, "other", work)) == "checkpoint_conflict"
+    assert work.runs == 0
+
+
+async def test_a_retired_or_forgotten_row_leaves_no_receipt() -> None:
+    participant = agent()
+    for name in ("r", "gone", "kept"):
+        await participant.answered(await seeded(participant, Episode(name, 0), name), "d", "row")
+    participant.gate.fence.mark("r", 0)
+    await participant.retire([R0])
+    participant.forget(["gone"])
+    assert set(await checkpoint(participant)) == {"answered/kept"}
+
+
+async def test_a_retire_ends_a_row_before_its_session() -> None:
+    participant = agent()
+    log: list[str] = []
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            log.append("row")
+
+    running = asyncio.create_task(participant.row(R0, "d", work))
+    await settle()
+    participant.gate.fence.mark("r", 0)
+    await participant.retire([R0])
+    assert log == ["row"]
+    assert await code(running) == "stale_attempt"
+
+
+# ---- what it costs ------------------------------------------------------------------------------------------
+
+
+class Unseen(dict[Any, Any]):
+    """A table that may be asked for a key, and not be walked over."""
+
+    def _walked(self) -> Any:
+        raise AssertionError("the whole table was walked over")
+
+    __iter__ = items = values = keys = _walked  # type: ignore[assignment]
+
+
+async def test_a_retire_looks_at_its_own_rollout_alone() -> None:
+    participant = agent()
+    for number in range(5):
+        await seeded(participant, Episode(f"r{number}", 0), f"s{number}")
+    participant._sessions = Unseen(participant._sessions)
+    participant._by_rollout = Unseen(participant._by_rollout)
+    participant._calls._by_rollout = Unseen()
+    participant._busy._entries = Unseen()
+    await participant.retire([Episode("r3", 0)])
+    assert participant.session_of(Episode("r3", 0)) is None
+    assert len(participant._sessions) == 4

@@ -182,12 +182,12 @@ async def test_an_episode_whose_seed_fails_half_way_leaves_no_tool_session(
     async with cell(tmp_path, counter_rows(2, 1)) as rig:
         seed, refused = AgentParticipant.seed, 0
 
-        async def refuses(self: AgentParticipant, session: str, episode: Episode, accesses: Any) -> Any:
+        async def refuses(self: AgentParticipant, session: str, episode: Episode, accesses: Any, **kw: Any) -> Any:
             nonlocal refused
             if episode.attempt == 0:
                 refused += 1
                 raise ProtocolError("invalid_request", "the agent cannot")
-            return await seed(self, session, episode, accesses)
+            return await seed(self, session, episode, accesses, **kw)
 
         monkeypatch.setattr(AgentParticipant, "seed", refuses)
         await rig.until(rig.complete)

@@ -15,10 +15,12 @@ from gym_rig.virtual import VirtualLoop, settle
 from gym_servers.capture.ledger import CallRecord, float32, int32
 from gym_servers.control.plane import ControlPlane
 from gym_servers.control.writes import Author
-from gym_servers.participants.agent import Activation, AgentParticipant
+from gym_servers.participants.agent import AgentParticipant
+from gym_servers.participants.agent_state import Activation, Session
 from gym_servers.participants.base import Participant
 from gym_servers.participants.environment import EnvironmentParticipant, Live, Unclaimed
 from gym_servers.participants.gate import Gate
+from gym_servers.participants.limits import Limits, OverLimit
 from gym_servers.participants.model import ModelParticipant
 from gym_servers.participants.resources import Hooks, ResourcesParticipant, ToolSession
 from gym_servers.protocol import messages as m
@@ -58,9 +60,21 @@ Work = Callable[[Episode], Awaitable[object]]
 
 
 def environment(gate: Gate) -> tuple[Participant, Work]:
-    participant = EnvironmentParticipant(gate)
+    limits = Limits(
+        episode_timeout_seconds=2.5 * LONGEST_STEP,
+        max_concurrent_episodes=2,
+        queue_timeout_seconds=1.5 * LONGEST_STEP,
+    )
+    participant = EnvironmentParticipant(gate, limits=limits)
 
     async def body(live: Live, _: Unclaimed | None) -> str:
+        try:
+            async with participant.slot(live):
+                return await stages(live)
+        except OverLimit:
+            return "over"
+
+    async def stages(live: Live) -> str:
         for number, replay in enumerate((True, False, True)):
             await participant.stage(
                 live, f"{number}", replay=replay, snapshot=dict, step=lambda: asyncio.sleep(LONGEST_STEP)
@@ -81,11 +95,29 @@ def agent(gate: Gate) -> tuple[Participant, Work]:
         return {}
 
     async def work(episode: Episode) -> None:
+        if episode.rollout_id == "q":
+            await participant.direct(episode, lambda: asyncio.sleep(LONGEST_STEP))
         session = await participant.seed(f"s-{episode.key}", episode, [])
         await participant.activate(session, 1, "d", turn)
         await participant.close(session.id, episode)
 
-    return participant, work
+    async def row(episode: Episode) -> None:
+        async def begin(_: Session) -> None:
+            await asyncio.sleep(1)
+
+        session = await participant.seed(f"s-{episode.rollout_id}", episode, [], begin=begin)
+        response = await participant.activate(session, 1, "d", turn)
+        async with participant.step(episode, "verify"):
+            await asyncio.sleep(1)
+            await participant.answered(session, "d", response)
+
+    async def served(episode: Episode) -> None:
+        if episode.rollout_id == "r":
+            await participant.row(episode, "d", lambda: row(episode))
+        else:
+            await work(episode)
+
+    return participant, served
 
 
 def resources(gate: Gate) -> tuple[Participant, Work]:

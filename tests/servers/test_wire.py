@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,16 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from gym_rig.cell import COOKIES, TOKEN, Rig, cell, rig_settings
+from gym_rig.cell import COOKIES, TOKEN, Rig, rig_settings
 from gym_rig.virtual import settle
+from gym_rig.wire import code, foreign, ok, post, serving
 from gym_servers import serve
 from gym_servers.engine.rows import counter_rows
 from gym_servers.http.sessions import sign, unsign
 from gym_servers.protocol import headers
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.messages import PREFIX
+from gym_servers.stack.settings import SettingsError
 
 NAMES = ("env", "policy", "agent", "counter", "collection")
 ROW = {"initial_count": 10, "expected_count": 15}
@@ -27,39 +28,10 @@ TASK = {
 }
 
 
-async def post(
-    rig: Rig, server: str, path: str, body: Any, *, jar: Mapping[str, str] | None = None, **extra: str
-) -> httpx.Response:
-    sent = dict(extra)
-    if jar:
-        sent["cookie"] = "; ".join(f"{name}={value}" for name, value in jar.items())
-    async with rig.network.client() as client:
-        return await client.post(f"http://{server}{path}", json=body, headers=sent)
-
-
-async def ok(rig: Rig, server: str, path: str, body: Any, **options: Any) -> tuple[Any, dict[str, str]]:
-    response = await post(rig, server, path, body, **options)
-    assert response.is_success, response.text
-    return response.json(), dict(response.cookies)
-
-
-def code(response: httpx.Response) -> str:
-    return str(response.json()["error"]["code"])
-
-
 async def seeded(rig: Rig, key: str = "x") -> dict[str, str]:
     """A counter session; its cookies."""
     _, jar = await ok(rig, "counter", f"/ng-rollout/{key}/seed_session", {"resources_session_id": f"s-{key}", **ROW})
     return jar
-
-
-async def serving(rig: Rig) -> None:
-    await rig.until(rig.running)
-
-
-def foreign(tmp_path: Path, **spec: Any) -> Any:
-    """A cell that nobody drives but the test."""
-    return cell(tmp_path, counter_rows(1, 1), collection=None, **spec)
 
 
 # ---- checkpointing off ------------------------------------------------------------------------------------
@@ -115,6 +87,30 @@ async def test_without_checkpoints_the_data_api_needs_no_episode_and_answers_the
                 assert (await post(rig, "env", f"{PREFIX}/prepare", {})).status_code in (404, 405)
     assert answers[True]["result"]["reward"] == answers[False]["result"]["reward"] == 1.0
     assert shape(answers[True]) == shape(answers[False])
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+async def test_without_checkpoints_no_call_carries_a_header_of_the_protocol(
+    tmp_path: Path, enabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: set[str] = set()
+    original = httpx.AsyncClient.post
+
+    async def noted(self: httpx.AsyncClient, url: str, **options: Any) -> httpx.Response:
+        sent.update(name for name in options.get("headers") or {} if name.startswith("x-ng-"))
+        return await original(self, url, **options)
+
+    monkeypatch.setattr(httpx.AsyncClient, "post", noted)
+    async with foreign(tmp_path, **({} if enabled else {"checkpoints": {"enabled": False}})) as rig:
+        if enabled:
+            await serving(rig)
+        else:
+            await rig.processes()
+        answer, _ = await ok(rig, "env", "/run", {"episode_id": {"rollout_id": "x", "attempt": 0}, "task": TASK})
+        row, _ = await ok(rig, "agent", "/run", {**ROW, **TASK["task_input"], "_ng_rollout_id": "y"})
+        assert answer["result"]["reward"] == row["reward"] == 1.0
+    own = {headers.ACTIVATION, headers.MODEL_CALL, headers.TOOL_CALL, headers.CLOSE_FOLLOWS}
+    assert sent == (own if enabled else set())
 
 
 def shape(value: Any) -> Any:
@@ -324,3 +320,25 @@ async def test_the_control_api_is_not_on_the_data_port(tmp_path: Path) -> None:
                     f"http://{name}{PREFIX}/status", headers={"authorization": f"Bearer {TOKEN}"}
                 )
                 assert response.status_code in (404, 405)
+
+
+# ---- one process ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", ["2", "8", "many"])
+@pytest.mark.parametrize("name", ["env", "policy", "agent", "counter"])
+def test_c16_several_workers_are_refused_at_start_up_with_the_reason(
+    tmp_path: Path, name: str, workers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEB_CONCURRENCY", workers)
+    with pytest.raises(SettingsError, match=f"WEB_CONCURRENCY={workers}.*one process.*set it to 1"):
+        listened(tmp_path, name, monkeypatch, collection=None)
+
+
+@pytest.mark.parametrize(("workers", "enabled"), [("1", True), ("", True), ("4", False)])
+def test_c16_one_worker_is_fine_and_without_checkpoints_any_number(
+    tmp_path: Path, workers: str, enabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEB_CONCURRENCY", workers)
+    spec = {} if enabled else {"checkpoints": {"enabled": False}}
+    assert listened(tmp_path, "agent", monkeypatch, collection=None, **spec)

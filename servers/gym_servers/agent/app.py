@@ -1,30 +1,38 @@
-"""The agent server's routes: sessions, activations, and closing."""
+"""The agent server's routes: sessions, activations, closing, and row-shaped `/run`."""
 
 from __future__ import annotations
 
+import uuid
 from typing import Any, Literal
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.middleware.sessions import SessionMiddleware
 
-from gym_servers.agent.simple_agent import SimpleAgent
+from gym_servers.agent.row_run import PARAMS, RowRuns
+from gym_servers.agent.server import AgentServer
 from gym_servers.http.apps import base_app
 from gym_servers.http.episode_path import current_episode
-from gym_servers.http.peers import PeerFailed, Peers, PeerUnreachable
+from gym_servers.http.peers import PeerFailed, PeerUnreachable
+from gym_servers.http.row_identity import row_episode, without_attempt
 from gym_servers.http.sessions import cookie_name, unsign
-from gym_servers.participants.agent import Activation, AgentParticipant
+from gym_servers.participants.agent_state import Activation, Session
 from gym_servers.protocol import headers
 from gym_servers.protocol.digests import digest_of
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.identity import Episode
+from gym_servers.resources.metrics import aggregate
 
 
 class ToolAccess(BaseModel):
-    kind: Literal["direct_http"]
-    base_url: str
+    """A grant of tools. `tools`: the names it is for; without it, for every tool of that server."""
+
+    kind: Literal["direct_http", "mcp"] = "direct_http"
+    base_url: str = ""
     cookies: dict[str, str] = {}
     headers: dict[str, str] = {}
+    tools: list[str] | None = None
 
 
 class SeedRequest(BaseModel):
@@ -39,31 +47,44 @@ class CloseRequest(BaseModel):
     episode_id: dict[str, Any] | None = None
 
 
-def create_app(
-    participant: AgentParticipant, agent: SimpleAgent, peers: Peers, instance: str, secret: str
-) -> FastAPI:
-    app = base_app("simple-agent", lambda: participant.gate.is_open or participant.gate.checkpoint_open)
-    cookie = cookie_name("SimpleAgent", instance)
+class AggregateRequest(BaseModel):
+    verify_responses: list[dict[str, Any]]
+
+
+def create_app(agent: AgentServer, rows: RowRuns | None, resources: str | None) -> FastAPI:
+    """`rows` serves `/run`; `resources` is the tool server of calls without a session. None where several could be
+    meant."""
+    setup = agent.setup
+    participant, peers, secret = setup.participant, setup.peers, setup.secret
+    app = base_app(type(agent).__name__, lambda: participant.gate.is_open or participant.gate.checkpoint_open)
+    cookie = cookie_name(type(agent).__name__, setup.name)
     app.add_middleware(SessionMiddleware, secret_key=secret, session_cookie=cookie, max_age=None)
 
-    def episode_of(session_id: str) -> Episode:
-        episode = current_episode()
+    def required(episode: Episode | None) -> tuple[Episode, bool]:
+        """The episode of work, and whether its name is made up."""
         if episode is None and participant.gate.enabled:
             raise ProtocolError("rollout_id_required", "call below /ng-rollout/<rollout id>/ with checkpointing on")
-        return episode or Episode(f"session.{digest_of(session_id)[:16]}", 0)
+        return episode or Episode(f"anonymous.{uuid.uuid4().hex}", 0), episode is None
 
     @app.post("/v1/agent_sessions")
-    async def seed(body: SeedRequest, request: Request) -> dict[str, Any]:
+    async def seed(body: SeedRequest, request: Request, response: Response) -> dict[str, Any]:
+        direct = [access for access in body.tool_accesses if access.kind == "direct_http"]
         accesses = [
             {
                 "peer": peers.name_of(access.base_url),
                 "jar": unsign(access.cookies, secret),
                 "headers": access.headers,
+                "tools": access.tools,
             }
-            for access in body.tool_accesses
+            for access in direct
         ]
-        await participant.seed(body.agent_session_id, episode_of(body.agent_session_id), accesses)
+        # A header may be a secret, and an MCP grant is one: neither goes into a record.
+        restart = len(direct) < len(body.tool_accesses) or any(access.headers for access in direct)
+        episode, anonymous = required(current_episode())
+        await participant.seed(body.agent_session_id, episode, accesses, restart=restart, anonymous=anonymous)
         request.session["session_id"] = body.agent_session_id
+        if participant.gate.enabled and (restart or not participant.exportable):
+            response.headers[headers.RESTART] = setup.name
         return {"agent_session_id": body.agent_session_id}
 
     @app.post("/v1/agent_sessions/close")
@@ -73,21 +94,60 @@ def create_app(
 
     @app.post("/v1/responses")
     async def responses(request: Request) -> dict[str, Any]:
+        params = await _object(request)
+        session_id, episode = request.session.get("session_id"), current_episode()
         try:
-            params = await request.json()
-        except ValueError as error:
-            raise ProtocolError("invalid_request", "the body is not JSON") from error
-        session = participant.session(request.session.get("session_id"), current_episode())
+            # A cookie that was lost on the way is no call without a session: the episode has one.
+            if session_id is None and (episode is None or participant.session_of(episode) is None):
+                return await direct(params, *required(episode), request.cookies)
+            session = participant.session(session_id, episode)
 
-        async def drive(activation: Activation) -> dict[str, Any]:
-            return await agent.run(session, activation, params)
+            async def drive(activation: Activation) -> dict[str, Any]:
+                return await agent.turn(session, activation, params)
 
-        try:
             return await participant.activate(session, _index(request), digest_of(params), drive)
         except (PeerFailed, PeerUnreachable) as error:
             raise ProtocolError("checkpoint_error", f"the activation failed: {error}") from error
 
+    async def direct(
+        params: dict[str, Any], episode: Episode, anonymous: bool, cookies: dict[str, str]
+    ) -> dict[str, Any]:
+        jar = unsign({name: value for name, value in cookies.items() if name != cookie}, secret)
+        accesses = [{"peer": resources, "jar": jar, "tools": None}] if resources is not None else []
+        session = Session("", episode, accesses, anonymous=anonymous)
+        activation = Activation(None, "", participant.gate.clock(), ordinal=0)
+        return await participant.direct(episode, lambda: agent.turn(session, activation, params))
+
+    @app.post("/run")
+    async def run(request: Request) -> Any:
+        row = await _object(request)
+        if not isinstance(row.get(PARAMS), dict):
+            raise ProtocolError("invalid_request", f"a row needs `{PARAMS}`")
+        if rows is None:
+            raise ProtocolError("invalid_request", "there are several resources servers: name one in `config`")
+        episode, anonymous = required(row_episode(row))
+        digest = digest_of(without_attempt(row))
+        try:
+            return await participant.row(episode, digest, lambda: rows.run(episode, row, digest, anonymous=anonymous))
+        except (PeerFailed, PeerUnreachable) as error:
+            # No row, and no refusal that a caller could take for one: the work was done in vain.
+            return JSONResponse({"failure": {"failure_reason": str(error), "terminal": False}}, 502)
+
+    @app.post("/aggregate_metrics")
+    async def aggregate_metrics(body: AggregateRequest) -> dict[str, Any]:
+        return aggregate(body.verify_responses)
+
     return app
+
+
+async def _object(request: Request) -> dict[str, Any]:
+    try:
+        body = await request.json()
+    except ValueError as error:
+        raise ProtocolError("invalid_request", "the body is not JSON") from error
+    if not isinstance(body, dict):
+        raise ProtocolError("invalid_request", "the body is not a JSON object")
+    return body
 
 
 def _index(request: Request) -> int | None:

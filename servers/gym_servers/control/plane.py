@@ -187,6 +187,7 @@ class ControlPlane:
                 return manifest.checkpoint_id, self._read(records, plan)
 
             source, staged = await self._before(request.deadline_ts, asyncio.to_thread(read))
+            staged = await self._before(request.deadline_ts, self.participant.build(staged))
             judge(self.gate.control, Input.RESTORE, request.checkpoint_id)
             self.gate.fence.raise_floor(request.cell_attempt)
             restored = self.participant.install(staged)

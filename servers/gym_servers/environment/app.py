@@ -1,19 +1,26 @@
-"""The environment server's routes: `/run` and `/aggregate_metrics`."""
+"""The environment server's routes: `/run`, for a task or for a whole row, and `/aggregate_metrics`."""
 
 from __future__ import annotations
 
+import json
+import uuid
 from typing import Any
 
-from fastapi import FastAPI
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from gym_servers.environment.single_agent_turn import SingleAgentTurn
+from gym_servers.environment.server import EnvironmentServer
 from gym_servers.http.apps import base_app
+from gym_servers.http.row_identity import row_episode, without_attempt
 from gym_servers.participants.environment import EnvironmentParticipant, Live, Unclaimed
 from gym_servers.protocol.digests import digest_of
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.identity import Episode, InvalidIdentity
 from gym_servers.resources.metrics import aggregate
+from gym_servers.stack.settings import describe
+
+PARAMS = "responses_create_params"
 
 
 class EpisodeId(BaseModel):
@@ -47,26 +54,67 @@ class AggregateRequest(BaseModel):
     verify_responses: list[dict[str, Any]]
 
 
-def create_app(participant: EnvironmentParticipant, turn: SingleAgentTurn) -> FastAPI:
+def create_app(participant: EnvironmentParticipant, server: EnvironmentServer) -> FastAPI:
     app = base_app("environment", lambda: participant.gate.is_open or participant.gate.checkpoint_open)
 
-    @app.post("/run")
-    async def run(body: RunRequest) -> dict[str, Any]:
-        episode = body.episode_id.episode()
-        task = body.task.model_dump()
-
+    async def outcome_of(
+        episode: Episode, task: dict[str, Any], digest: str, *, anonymous: bool = False
+    ) -> dict[str, Any]:
         async def drive(live: Live, restored: Unclaimed | None) -> dict[str, Any]:
-            return await turn.run(live, restored, task)
+            return await server.run(live, restored, task)
 
-        outcome = await participant.run(episode, digest_of(task), drive)
+        outcome: dict[str, Any] = await participant.run(episode, digest, drive, anonymous=anonymous)
+        return outcome
+
+    @app.post("/run")
+    async def run(request: Request) -> Any:
+        body = await _json(request)
+        # A row is its own request: its parameters are at the top, and it may have any field beside them.
+        if isinstance(body, dict) and PARAMS in body:
+            return await run_row(body)
+        try:
+            asked = RunRequest.model_validate(body)
+        except ValidationError as error:
+            raise ProtocolError("invalid_request", describe(error)[:2000]) from error
+        episode, task = asked.episode_id.episode(), asked.task.model_dump()
+        outcome = await outcome_of(episode, task, digest_of(task))
         return {
             "episode_id": {"rollout_id": episode.rollout_id, "attempt": episode.attempt},
             "task_id": task["task_id"],
             **outcome,
         }
 
+    async def run_row(row: dict[str, Any]) -> Any:
+        if not isinstance(row[PARAMS], dict):
+            raise ProtocolError("invalid_request", f"`{PARAMS}` is not a JSON object")
+        episode = row_episode(row)
+        if episode is None and participant.gate.enabled:
+            raise ProtocolError(
+                "rollout_id_required",
+                "name the rollout: `_ng_rollout_id` in the row, or call below /ng-rollout/<rollout id>/",
+            )
+        task = {
+            "task_id": None,
+            "task_input": {PARAMS: row[PARAMS], "task_data": {k: v for k, v in row.items() if k != PARAMS}},
+        }
+        outcome = await outcome_of(
+            episode or Episode(f"anonymous.{uuid.uuid4().hex}", 0),
+            task,
+            digest_of(without_attempt(row)),
+            anonymous=episode is None,
+        )
+        # A failure is no row: a caller that reads rows must not take it for one.
+        return outcome["result"] if "result" in outcome else JSONResponse(outcome, 502)
+
     @app.post("/aggregate_metrics")
     async def aggregate_metrics(body: AggregateRequest) -> dict[str, Any]:
         return aggregate(body.verify_responses)
 
     return app
+
+
+async def _json(request: Request) -> Any:
+    try:
+        return json.loads(await request.body())
+    except ValueError as error:
+        raise ProtocolError("invalid_request", "the body is not JSON") from error

@@ -9,36 +9,32 @@ reply on every path and is never interrupted.
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import uuid
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, ClassVar
 
-from gym_servers.http.peers import PeerFailed, Peers, PeerUnreachable
+from gym_servers.environment.server import EnvironmentServer, State, named
+from gym_servers.http.peers import Peers
 from gym_servers.http.sessions import sign
 from gym_servers.participants.environment import EnvironmentParticipant, Live, Unclaimed
 from gym_servers.protocol import headers
-from gym_servers.protocol.errors import ProtocolError
-from gym_servers.protocol.identity import Episode
 
-log = logging.getLogger("gym_servers")
-
-State = dict[str, Any]
 STAGES = ("seed", "invoke_agent", "close_agent", "verify", "return")
 REPLAYED = frozenset({"seed", "invoke_agent"})
-CLEANUP_TIMEOUT_SECONDS = 180.0
 
 
-class SingleAgentTurn:
+class SingleAgentTurn(EnvironmentServer):
     """Runs episodes against one agent and one resources server, named by their peers."""
+
+    checkpoint_boundaries: ClassVar[bool] = True
 
     def __init__(
         self, participant: EnvironmentParticipant, peers: Peers, secret: str, *, agent: str, resources: str
     ) -> None:
-        self._participant, self._peers, self._secret = participant, peers, secret
+        super().__init__(participant, peers)
+        self._secret = secret
         self._agent, self._resources = agent, resources
-        self._steps: dict[str, Callable[[Episode, dict[str, Any], State, Live], Awaitable[State]]] = {
+        self._steps: dict[str, Callable[[Live, dict[str, Any], State], Awaitable[State]]] = {
             "seed": self._seed,
             "invoke_agent": self._invoke_agent,
             "close_agent": self._close_agent,
@@ -46,9 +42,7 @@ class SingleAgentTurn:
             "return": self._return,
         }
 
-    async def run(self, live: Live, restored: Unclaimed | None, task: dict[str, Any]) -> dict[str, Any]:
-        """One episode from its boundary to its reply: `{result}` or `{failure}`. Raises ProtocolError where the
-        attempt was replaced."""
+    async def episode(self, live: Live, restored: Unclaimed | None, task: dict[str, Any]) -> dict[str, Any]:
         # Named before anything is sent: whatever a seed got to, cleanup finds it.
         names = (f"{live.episode.key}.{uuid.uuid4().hex[:12]}" for _ in range(2))
         state: State = (
@@ -58,86 +52,78 @@ class SingleAgentTurn:
         try:
             for stage in STAGES[first:]:
                 state = {**state, **await self._stage(live, stage, task, state)}
-            return {"result": state["result"]}
-        except ProtocolError as refusal:
-            if refusal.code == "stale_attempt":
-                raise
-            kind = "session_lost" if refusal.code == "session_lost" else "agent_request_failed"
-            return _failure(live.where, kind, str(refusal))
-        except PeerUnreachable as error:
-            return _failure(live.where, "transport_unreachable", str(error))
-        except PeerFailed as error:
-            kind = "verifier_error" if live.where == "verify" else "agent_run_error"
-            return _failure(live.where, kind, str(error))
+            result: dict[str, Any] = state["result"]
+            return result
         finally:
             if not state.get("cleaned"):
-                await self._clean_up(live, live.episode, state)
+                await self.finish(live, self._end_sessions(live, state))
 
     async def _stage(self, live: Live, stage: str, task: dict[str, Any], state: State) -> State:
         replay = stage in REPLAYED or (stage == "verify" and state.get("verify_replays", False))
-        return await self._participant.stage(
-            live,
-            stage,
-            replay=replay,
-            snapshot=lambda: state,
-            step=lambda: self._steps[stage](live.episode, task, state, live),
+        return await self.stage(
+            live, stage, replay=replay, state=state, step=lambda: self._steps[stage](live, task, state)
         )
 
-    async def _seed(self, episode: Episode, task: dict[str, Any], state: State, live: Live) -> State:
+    async def _seed(self, live: Live, task: dict[str, Any], state: State) -> State:
         task_data = task["task_input"].get("task_data") or {}
-        reply = await self._peers.post(
+        reply = await self.post(
+            live,
             self._resources,
             "/seed_session",
             {
                 "resources_session_id": state["session"],
-                "episode_id": _wire(episode),
+                **_wire(live),
                 "task_id": task.get("task_id"),
                 "task_data": task_data,
             },
-            episode=episode,
         )
-        if reply.headers.get(headers.RESTART):
+        granted = _accesses(reply.body)
+        # Tokens of an MCP session are addresses and secrets at once: no record can hold them.
+        if reply.headers.get(headers.RESTART) or any(access.get("kind") == "mcp" for access in granted):
             self._participant.restart_only(live)
-        access = {
+        direct = {
             "kind": "direct_http",
             "base_url": self._peers.url(self._resources),
             "cookies": sign(reply.jar, self._secret),
             "headers": {},
         }
-        seeded = await self._peers.post(
+        seeded = await self.post(
+            live,
             self._agent,
             "/v1/agent_sessions",
             {
                 "agent_session_id": state["agent_session"],
-                "episode_id": _wire(episode),
+                **_wire(live),
                 "task_id": task.get("task_id"),
-                "tool_accesses": [access],
+                "tool_accesses": [direct, *granted],
             },
-            episode=episode,
         )
+        if seeded.headers.get(headers.RESTART):
+            self._participant.restart_only(live)
         return {
             "jar": reply.jar,
             "agent_jar": seeded.jar,
             "verify_replays": reply.headers.get(headers.VERIFY) == "replay",
         }
 
-    async def _invoke_agent(self, episode: Episode, task: dict[str, Any], state: State, _: Live) -> State:
-        reply = await self._peers.post(
+    async def _invoke_agent(self, live: Live, task: dict[str, Any], state: State) -> State:
+        reply = await self.post(
+            live,
             self._agent,
             "/v1/responses",
             task["task_input"]["responses_create_params"],
-            episode=episode,
             jar=state["agent_jar"],
             headers={headers.ACTIVATION: "1"},
         )
         return {"response": reply.body}
 
-    async def _close_agent(self, episode: Episode, _: dict[str, Any], state: State, __: Live) -> State:
-        await self._close_agent_session(episode, state)
+    async def _close_agent(self, live: Live, _: dict[str, Any], state: State) -> State:
+        await self._close_agent_session(live, state)
         return {"agent_closed": True}
 
-    async def _verify(self, episode: Episode, task: dict[str, Any], state: State, _: Live) -> State:
-        reply = await self._peers.post(
+    async def _verify(self, live: Live, task: dict[str, Any], state: State) -> State:
+        reply = await self.post(
+            live,
             self._resources,
             "/verify",
             {
@@ -145,55 +131,43 @@ class SingleAgentTurn:
                 "responses_create_params": task["task_input"]["responses_create_params"],
                 "response": state["response"],
             },
-            episode=episode,
             jar=state["jar"],
             headers={headers.CLOSE_FOLLOWS: "1"},
         )
         return {"result": reply.body}
 
-    async def _return(self, episode: Episode, _: dict[str, Any], state: State, live: Live) -> State:
-        await self._clean_up(live, episode, state)
+    async def _return(self, live: Live, _: dict[str, Any], state: State) -> State:
+        await self.finish(live, self._end_sessions(live, state))
         return {"cleaned": True}
 
-    async def _clean_up(self, live: Live, episode: Episode, state: State) -> None:
-        """End the sessions. Shielded: a retire that comes now waits for the end instead of cutting it short."""
-        live.cleaning = True
-        cleanup = asyncio.ensure_future(self._end_sessions(episode, state))
-        try:
-            await asyncio.shield(cleanup)
-        except asyncio.CancelledError:
-            await asyncio.wait([cleanup])
-            raise
+    async def _end_sessions(self, live: Live, state: State) -> None:
+        if not state.get("agent_closed"):
+            await self._close_agent_session(live, state)
+        await self.post(
+            live,
+            self._resources,
+            "/close_session",
+            {"resources_session_id": state["session"], **_wire(live)},
+            jar=state.get("jar"),
+        )
 
-    async def _end_sessions(self, episode: Episode, state: State) -> None:
-        try:
-            async with asyncio.timeout(CLEANUP_TIMEOUT_SECONDS):
-                if "agent_session" in state and not state.get("agent_closed"):
-                    await self._close_agent_session(episode, state)
-                if "session" in state:
-                    await self._peers.post(
-                        self._resources,
-                        "/close_session",
-                        {"resources_session_id": state["session"], "episode_id": _wire(episode)},
-                        episode=episode,
-                        jar=state.get("jar"),
-                    )
-        except (ProtocolError, PeerUnreachable, PeerFailed, TimeoutError) as error:
-            log.warning("cleanup of %s: %s", episode.key, str(error) or type(error).__name__)
-
-    async def _close_agent_session(self, episode: Episode, state: State) -> None:
-        await self._peers.post(
+    async def _close_agent_session(self, live: Live, state: State) -> None:
+        await self.post(
+            live,
             self._agent,
             "/v1/agent_sessions/close",
-            {"agent_session_id": state["agent_session"], "episode_id": _wire(episode)},
-            episode=episode,
+            {"agent_session_id": state["agent_session"], **_wire(live)},
             jar=state.get("agent_jar"),
         )
 
 
-def _wire(episode: Episode) -> dict[str, Any]:
-    return {"rollout_id": episode.rollout_id, "attempt": episode.attempt}
+def _accesses(seeded: Any) -> list[dict[str, Any]]:
+    """The accesses that a seed's reply grants: one, a list of them, or none."""
+    given = seeded.get("resources_tools") if isinstance(seeded, dict) else None
+    return [dict(access) for access in (given if isinstance(given, list) else [given]) if isinstance(access, dict)]
 
 
-def _failure(stage: str, kind: str, reason: str) -> dict[str, Any]:
-    return {"failure": {"failure_kind": kind, "failure_reason": reason, "stage": stage, "terminal": False}}
+def _wire(live: Live) -> dict[str, Any]:
+    """The episode as bodies carry it: as little as paths do where its caller gave none."""
+    episode = named(live)
+    return {} if episode is None else {"episode_id": {"rollout_id": episode.rollout_id, "attempt": episode.attempt}}

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from http.cookiejar import DefaultCookiePolicy
 from typing import Any
@@ -33,6 +34,10 @@ class PeerUnreachable(Exception):
 class PeerFailed(Exception):
     """A peer answered with an error that is not one of the protocol's refusals."""
 
+    def __init__(self, reason: str, status: int = 0) -> None:
+        super().__init__(reason)
+        self.status = status
+
 
 @dataclass(frozen=True)
 class Reply:
@@ -44,10 +49,11 @@ class Reply:
 
 
 class Peers:
-    """Posts to the peers of this cell by name. `secret` signs and reads session cookies."""
+    """Posts to the peers of this cell by name. `secret` signs and reads session cookies. Without `extended` no call
+    carries a header of the checkpoint protocol, whatever its caller gives."""
 
-    def __init__(self, peers: Mapping[str, Peer], secret: str) -> None:
-        self._peers, self._secret = peers, secret
+    def __init__(self, peers: Mapping[str, Peer], secret: str, *, extended: bool = True) -> None:
+        self._peers, self._secret, self._extended = peers, secret, extended
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=5.0),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=128),
@@ -90,15 +96,18 @@ class Peers:
         jar: Jar | None = None,
         headers: Mapping[str, str] | None = None,
         wait_admission: bool = True,
+        closed: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Reply:
         """POST JSON. Raises ProtocolError for refusals, PeerFailed, or PeerUnreachable after repeated tries.
 
-        `wait_admission=False` hands `admission_closed` to the caller.
+        `wait_admission=False` hands `admission_closed` to the caller; else it is waited out, inside of `closed`.
         """
         url = self._peers[name].url.rstrip("/") + episode_path(episode, path)
         # As a header: the client would take per-request cookies for a jar of its own.
         cookie = "; ".join(f"{key}={value}" for key, value in sign(jar or {}, self._secret).items())
-        sent = {**(headers or {}), **({"cookie": cookie} if cookie else {})}
+        sent = {name: value for name, value in (headers or {}).items() if self._extended or not protocols_own(name)}
+        if cookie:
+            sent["cookie"] = cookie
         give_up = time.monotonic() + PATIENCE_SECONDS
         while True:
             try:
@@ -112,11 +121,16 @@ class Peers:
                 return Reply(_json(response), response.headers, unsign(dict(response.cookies), self._secret))
             refusal = refusal_of(response.status_code, _json(response))
             if refusal is None:
-                raise PeerFailed(f"{name}{path} answered {response.status_code}")
+                raise PeerFailed(f"{name}{path} answered {response.status_code}", response.status_code)
             if refusal.code != "admission_closed" or not wait_admission:
                 raise refusal
             give_up = time.monotonic() + PATIENCE_SECONDS
-            await asyncio.sleep(ADMISSION_RETRY_SECONDS)
+            with closed():
+                await asyncio.sleep(ADMISSION_RETRY_SECONDS)
+
+
+def protocols_own(header: str) -> bool:
+    return header.lower().startswith("x-ng-")
 
 
 def _json(response: httpx.Response) -> Any:

@@ -1,124 +1,135 @@
-"""The agent participant: sessions, their activations, and the boundaries inside a turn loop.
+"""The agent participant: its sessions, the calls beside them, and how they are carried to another process.
 
-A session is idle, running an activation, or standing at a boundary: before each model call and after each tool
-round. An activation that waits for a model reply counts as standing at its last boundary; a reply that arrives
-while a checkpoint is open is held until resume. The state at a boundary is what was appended before it, so an
-export in the middle of a model call leaves nothing half done.
+Sessions are kept by rollout, so that a seed, a close and a retire look at no other rollout's. What happens inside of
+a session is in `agent_turns`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from gym_servers.participants.base import Participant, RestorePlan, Scope, Survey
+from gym_servers.participants.agent_state import (
+    ANSWERED,
+    NO_HOOKS,
+    AgentHooks,
+    AnsweredRow,
+    Session,
+    answered_record,
+    read_record,
+    session_record,
+)
+from gym_servers.participants.agent_turns import AgentTurns
+from gym_servers.participants.answered import Answered, same_request
+from gym_servers.participants.base import RestorePlan, Scope, Survey
 from gym_servers.participants.busy import Busy
+from gym_servers.participants.calls import Calls
 from gym_servers.participants.gate import Gate
-from gym_servers.participants.records import from_bytes, reading, to_bytes
 from gym_servers.protocol.errors import ProtocolError
-from gym_servers.protocol.identity import Episode, parse_key
+from gym_servers.protocol.identity import Episode
 from gym_servers.protocol.messages import Blocker
 
+log = logging.getLogger("gym_servers")
+
 T = TypeVar("T")
-Items = list[dict[str, Any]]
 
-ADMISSION_RETRY_SECONDS = 0.2  # between tries of a model call that another participant's checkpoint refuses
-
-
-@dataclass(eq=False)
-class Activation:
-    """A session's `ordinal`-th request to its turn loop. `items` is the output so far as of the last boundary."""
-
-    index: int | None
-    digest: str
-    since: float
-    ordinal: int = 1
-    items: Items = field(default_factory=list)
-    model_calls: int = 0
-    usage: dict[str, int] = field(default_factory=dict)
-    task: asyncio.Task[Any] | None = None
-    standing: bool = True
-    where: str = "boundary"
+ANSWERED_ROWS = 4096  # more than are answered between the environment's prepare and ours
 
 
-@dataclass(frozen=True)
-class Reply:
-    """The last completed activation: bound to its request, given again when its index is repeated."""
-
-    index: int
-    digest: str
-    response: dict[str, Any]
-
-
-@dataclass(eq=False)
-class Session:
-    """One agent session. `accesses` name tools by peer and unsigned session contents, never by address."""
-
-    id: str
-    episode: Episode
-    accesses: list[dict[str, Any]]
-    reply: Reply | None = None
-    activation: Activation | None = None
-    restored: Activation | None = None
-    activations: int = 0
-    closing: bool = False
-
-    @property
-    def next_index(self) -> int:
-        return 1 if self.reply is None else self.reply.index + 1
-
-
-class AgentParticipant(Participant):
-    """Sessions of one agent server, found by id and by episode."""
+class AgentParticipant(AgentTurns):
+    """Sessions of one agent server, found by id and by episode. Without `exportable` (an agent that did not opt in)
+    all of them are restarts. `hooks` carry and end what the agent keeps of its own."""
 
     kind = "agent"
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate: Gate, hooks: AgentHooks = NO_HOOKS, *, exportable: bool = True) -> None:
         super().__init__(gate)
+        self.exportable = exportable
+        self._hooks = hooks
         self._sessions: dict[str, Session] = {}
-        self._by_key: dict[str, Session] = {}
+        self._by_rollout: dict[str, dict[int, Session]] = {}
+        self._calls = Calls(gate)
+        self._answered = Answered(ANSWERED_ROWS)
         self._busy = Busy(gate)
         self._restarts: frozenset[str] = frozenset()
+        self._uninstalling: set[asyncio.Future[Any]] = set()
 
     # ---- sessions -----------------------------------------------------------------------------------------
 
-    async def seed(self, session_id: str, episode: Episode, accesses: list[dict[str, Any]]) -> Session:
-        """Start a session; one that its episode already has is replaced. Waits while a checkpoint is open."""
+    async def seed(
+        self,
+        session_id: str,
+        episode: Episode,
+        accesses: list[dict[str, Any]],
+        *,
+        restart: bool = False,
+        anonymous: bool = False,
+        begin: Callable[[Session], Awaitable[None]] | None = None,
+    ) -> Session:
+        """Start a session; one that its rollout already has is replaced. Waits while a checkpoint is open.
+
+        `begin` is what an agent does for a new session; it may add to it. A checkpoint and a retire wait for it.
+        """
         await self._enter(episode)
+        taken = self._sessions.get(session_id)
+        if taken is not None and taken.episode.rollout_id != episode.rollout_id:
+            raise ProtocolError("invalid_request", f"agent session {session_id} is another rollout's")
         # Looked at again after each wait: of seeds that come together one session is left.
-        while (old := self._by_key.get(episode.key)) is not None:
+        while old := self._of(episode.rollout_id, episode.attempt):
             with self._busy.working(episode.key, "seed"):
-                await self._free(old)
+                await self._free(old[0])
             self._check(episode)
-        session = Session(session_id, episode, accesses)
-        self._sessions[session_id] = session
-        self._by_key[episode.key] = session
+        session = Session(session_id, episode, accesses, restart=restart, anonymous=anonymous)
+        if begin is None:
+            self._add(session)
+            return session
+        with self._busy.working(episode.key, "seed"):
+            await begin(session)
+            if self.gate.enabled and self.gate.fence.is_stale(episode):
+                await self._hooks.retire(episode.key)  # it was retired meanwhile: what was begun must not stay
+                self._check(episode)
+            self._add(session)
         return session
 
     def session(self, session_id: str | None, episode: Episode | None) -> Session:
         """The session a call belongs to. Raises `session_lost` or, for another attempt, `stale_attempt`."""
         session = self._sessions.get(session_id or "")
-        if session is None:
+        if session is None or session.closing:
             if self.gate.enabled and not self.gate.checkpoint_open:
                 self.gate.require_open()  # a fresh process has lost nothing yet: its sessions are to be restored
             raise ProtocolError("session_lost", f"no agent session {session_id!r} here; seed one first")
-        if self.gate.enabled and (episode is None or episode != session.episode):
-            named = episode.key if episode else "no episode"
-            raise ProtocolError("stale_attempt", f"session {session_id} is of {session.episode.key}, not {named}")
+        self._belongs(session, episode)
         return session
 
-    async def close(self, session_id: str, episode: Episode | None) -> None:
-        """End a session; its activation is stopped first. Waits for resume; repeatable."""
-        while self.gate.checkpoint_open:
-            await self.gate.wait_checkpoint_closed()
+    def session_of(self, episode: Episode) -> Session | None:
+        """The session that an episode has."""
+        return self._by_rollout.get(episode.rollout_id, {}).get(episode.attempt)
+
+    async def close(
+        self, session_id: str, episode: Episode | None, finish: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
+        """End a session; its activation is stopped first. Waits for resume; repeatable. `finish` is what the agent
+        does for a close."""
+        await self.gate.wait_checkpoint_closed()
         session = self._sessions.get(session_id)
         if session is None:
+            if self.gate.enabled:
+                self.gate.require_open()  # the session may yet be restored here, and would stay
             return
-        self.session(session_id, episode)
+        self._belongs(session, episode)
         with self._busy.working(session.episode.key, "close"):
+            await self._calls.end_within(session.episode)
+            if finish is not None:
+                await finish()
             await self._free(session)
+
+    def _belongs(self, session: Session, episode: Episode | None) -> None:
+        if self.gate.enabled and (episode is None or episode != session.episode):
+            named = episode.key if episode else "no episode"
+            raise ProtocolError("stale_attempt", f"session {session.id} is of {session.episode.key}, not {named}")
 
     def _check(self, episode: Episode) -> None:
         """A retire may have come while we waited: a seed must not bring back what it ended."""
@@ -131,220 +142,210 @@ class AgentParticipant(Participant):
             await self.gate.enter()
             self.gate.fence.admit(episode)  # looked at again: a retire may have come while we waited
 
+    def _present(self, session: Session) -> bool:
+        return not session.closing and self._sessions.get(session.id) is session
+
+    def _of(self, rollout: str, attempt: int) -> list[Session]:
+        """A rollout's sessions up to an attempt."""
+        return [session for n, session in self._by_rollout.get(rollout, {}).items() if n <= attempt]
+
+    def _add(self, session: Session) -> None:
+        self._sessions[session.id] = session
+        self._by_rollout.setdefault(session.episode.rollout_id, {})[session.episode.attempt] = session
+
+    def _remove(self, session: Session) -> None:
+        if self._sessions.get(session.id) is session:
+            del self._sessions[session.id]
+        rollout = session.episode.rollout_id
+        attempts = self._by_rollout.get(rollout, {})
+        if attempts.get(session.episode.attempt) is session:
+            del attempts[session.episode.attempt]
+            if not attempts:
+                del self._by_rollout[rollout]
+
     async def _free(self, session: Session) -> None:
+        """End a session once, whoever asks for it; a caller that leaves does not interrupt that."""
         session.closing = True
-        self._sessions.pop(session.id, None)
-        if self._by_key.get(session.episode.key) is session:
-            del self._by_key[session.episode.key]
-        task = session.activation.task if session.activation else None
-        if task is not None and not task.done():
-            task.cancel()
-            await asyncio.wait([task])
+        if session.ending is None:
+            session.ending = asyncio.ensure_future(self._end(session))
+        await asyncio.shield(session.ending)
 
-    # ---- activations --------------------------------------------------------------------------------------
-
-    async def activate(
-        self,
-        session: Session,
-        index: int | None,
-        digest: str,
-        body: Callable[[Activation], Awaitable[dict[str, Any]]],
-    ) -> dict[str, Any]:
-        """Run a request through `body`, continue a restored one, join a running one, or repeat a reply."""
-        if (reply := self._known(session, index, digest)) is not None:
-            return reply
-        if session.activation is not None:
-            return await self._join(session, session.activation, digest)
-        await self._enter(session.episode)
-        # Both may have changed while we waited for the checkpoint to end.
-        if session.closing or self._sessions.get(session.id) is not session:
-            raise ProtocolError("session_lost", f"agent session {session.id} was closed")
-        if session.activation is not None:
-            return await self._join(session, session.activation, digest)
-        if (reply := self._known(session, index, digest)) is not None:
-            return reply
-        activation = session.restored
-        if activation is None:
-            session.activations += 1
-            ordinal = session.activations if index is None else index
-            activation = Activation(index, digest, self.gate.clock(), ordinal)
-        if activation.digest != digest or activation.index != index:
-            raise ProtocolError("checkpoint_conflict", "the restored activation is of another request")
-        session.restored = None
-        session.activation = activation
-        activation.task = asyncio.ensure_future(self._drive(session, activation, body))
-        # Not by the task itself: one that is cancelled before its first step runs none of its code.
-        activation.task.add_done_callback(lambda _: self._ended(session, activation))
-        return await self._join(session, activation, digest)
-
-    def _known(self, session: Session, index: int | None, digest: str) -> dict[str, Any] | None:
-        """The stored reply to a repeated index, None where work is to be done."""
-        if index is None:
-            return None
-        if session.reply is not None and index == session.reply.index:
-            if digest != session.reply.digest:
-                raise ProtocolError("checkpoint_conflict", f"activation {index} was another request")
-            return session.reply.response
-        if index != session.next_index:
-            raise ProtocolError("activation_out_of_order", f"activation {index} given, {session.next_index} expected")
-        return None
-
-    async def _drive(
-        self,
-        session: Session,
-        activation: Activation,
-        body: Callable[[Activation], Awaitable[dict[str, Any]]],
-    ) -> dict[str, Any]:
-        response = await body(activation)
-        if activation.index is not None:
-            session.reply = Reply(activation.index, activation.digest, response)
-        return response
-
-    def _ended(self, session: Session, activation: Activation) -> None:
-        if session.activation is activation:
-            session.activation = None
-        self.gate.touch()
-
-    async def _join(self, session: Session, activation: Activation, digest: str) -> dict[str, Any]:
-        if activation.digest != digest:
-            raise ProtocolError("checkpoint_conflict", f"session {session.id} runs another request")
-        assert activation.task is not None
+    async def _end(self, session: Session) -> None:
         try:
-            result: dict[str, Any] = await asyncio.shield(activation.task)
-        except asyncio.CancelledError:
-            if activation.task.cancelled():
-                raise ProtocolError("session_lost", f"agent session {session.id} was ended") from None
-            raise
+            task = session.activation.task if session.activation else None
+            if task is not None and not task.done():
+                task.cancel()
+                await asyncio.wait([task])
+            await self._hooks.retire(session.episode.key)
+            self._remove(session)
+        except Exception as error:
+            session.ending = None  # asked for again, it is tried again
+            log.exception("the agent could not end the session of %s", session.episode.key)
+            raise ProtocolError("checkpoint_error", f"ending a session failed: {type(error).__name__}") from error
+        finally:
+            self.gate.touch()
+
+    # ---- calls without a session --------------------------------------------------------------------------
+
+    async def direct(self, episode: Episode, work: Callable[[], Awaitable[T]]) -> T:
+        """A call that nothing can continue: reported as a restart while it runs."""
+        await self._enter(episode)
+        result: T = await self._calls.join(self._calls.begin(episode, "", work, restart=True))
         return result
 
-    # ---- inside the turn loop -----------------------------------------------------------------------------
+    async def exclusive(self, episode: Episode, work: Callable[[], Awaitable[T]]) -> T:
+        """A call on a session that has no boundaries inside: a checkpoint waits for its end."""
+        await self._enter(episode)
 
-    async def boundary(self, activation: Activation) -> None:
-        """Stand here while a checkpoint is open. Call it with `items` complete."""
-        activation.standing, activation.where = True, "boundary"
-        self.gate.touch()
-        await self.gate.wait_checkpoint_closed()
+        async def step() -> T:
+            async with self.step(episode, "activation"):
+                return await work()
 
-    async def model_call(self, activation: Activation, call: Callable[[], Awaitable[T]]) -> T:
-        """Wait for a model reply, standing at the last boundary; one that comes in while a checkpoint is open
-        is held. Closed admission elsewhere never fails the activation."""
-        activation.standing, activation.where = True, "model"
-        self.gate.touch()
+        result: T = await self._calls.join(self._calls.begin(episode, "", step, restart=not self.exportable))
+        return result
+
+    async def row(self, episode: Episode, digest: str, work: Callable[[], Awaitable[T]]) -> T:
+        """Serve a whole row once: a repeat joins it or is answered again, also after a restore.
+
+        A failed one is not answered again: its attempt is used up.
+        """
+        entered = False
         while True:
-            try:
-                result = await call()
+            if self.gate.enabled and (kept := self._answered.known(episode, digest)) is not None:
+                known: T = kept[0]
+                return known
+            if (running := self._calls.find(episode)) is not None:
+                same_request(episode, digest, running.digest)
+                joined: T = await self._calls.join(running)
+                return joined
+            if entered:
                 break
-            except ProtocolError as refusal:
-                if refusal.code != "admission_closed":
-                    raise
-            if self.gate.checkpoint_open:
-                await self.gate.wait_checkpoint_closed()
-            else:
-                await asyncio.sleep(ADMISSION_RETRY_SECONDS)
+            await self._enter(episode)
+            entered = True
+
+        async def run() -> T:
+            try:
+                result = await work()
+            except Exception:
+                if self.gate.enabled:
+                    self._answered.ended(episode)
+                raise
+            await self.gate.wait_checkpoint_closed()  # the boundary of its return: it is exported as answered
+            return result
+
+        answer: T = await self._calls.join(self._calls.begin(episode, digest, run, restart=not self.exportable))
+        return answer
+
+    async def answered(self, session: Session, digest: str, result: Any) -> None:
+        """A row's session has served: from here on its answer is what a checkpoint holds."""
+        if self.gate.enabled:
+            self._answered.remember(session.episode, digest, result)
+        await self._free(session)
+
+    @asynccontextmanager
+    async def step(self, episode: Episode, where: str) -> AsyncIterator[None]:
+        """Work that a checkpoint waits for; it does not begin while one is open."""
         await self.gate.wait_checkpoint_closed()
-        activation.standing, activation.where = False, "tools"
-        return result
+        self._check(episode)
+        with self._busy.working(episode.key, where):
+            yield
 
     # ---- participant --------------------------------------------------------------------------------------
 
     def closing(self, restarts: frozenset[str]) -> None:
         self._restarts = restarts
 
+    def _no_continuation(self) -> frozenset[str]:
+        """Capture keys of what runs here and cannot be continued."""
+        if not self.exportable:
+            held = {session.episode.key for session in self._sessions.values()}
+            return frozenset(held | self._busy.keys() | self._calls.restarts())
+        unable = {one.episode.key for one in self._sessions.values() if one.restart or one.failed}
+        return frozenset(unable | self._calls.restarts())
+
     def survey(self) -> Survey:
         now = self.gate.clock()
-        blockers = self._busy.blockers(self._restarts)
+        restarts = self._no_continuation()
+        passed = self._restarts | restarts
+        blockers = self._busy.blockers(passed)
         for session in self._sessions.values():
             active = session.activation
-            if active is not None and not active.standing and session.episode.key not in self._restarts:
-                blockers.append(
-                    Blocker(
-                        id=session.episode.key,
-                        where=active.where,
-                        age_seconds=round(now - active.since, 3),
-                    )
-                )
-        return Survey(blockers, {"sessions": len(self._sessions), "busy": len(self._busy)})
+            stands = not session.closing and (active is None or active.standing)
+            if not stands and session.episode.key not in passed:
+                age = round(now - active.since, 3) if active is not None else 0.0
+                where = "ending" if session.closing or active is None else active.where
+                blockers.append(Blocker(id=session.episode.key, where=where, age_seconds=age))
+        counts = {"sessions": len(self._sessions), "busy": len(self._busy) + len(self._calls)}
+        return Survey(blockers, counts, restarts)
 
     async def export(self, scope: Scope) -> dict[str, bytes]:
-        return {
-            session.id: _record(session)
-            for session in self._sessions.values()
-            if scope.covers(session.episode.key) and session.episode.key not in self._restarts
-        }
-
-    def read(self, records: Mapping[str, bytes], plan: RestorePlan) -> list[Session]:
-        return [s for name, data in records.items() if (s := _session(name, data, plan)) is not None]
-
-    def install(self, staged: list[Session]) -> list[str]:
-        now = self.gate.clock()
-        for session in staged:
-            if session.restored is not None:
-                session.restored.since = now
-            self._sessions[session.id] = session
-            self._by_key[session.episode.key] = session
-            self.gate.fence.mark(session.episode.rollout_id, session.episode.attempt - 1)
-        return [session.episode.key for session in staged]
-
-    def uninstall(self) -> None:
-        self._sessions.clear()
-        self._by_key.clear()
-
-    async def retire(self, episodes: Sequence[Episode]) -> None:
-        wanted = {episode.rollout_id: episode.attempt for episode in episodes}
-        ending = [
+        left_out = self._restarts | self._no_continuation()
+        sessions = [
             session
             for session in self._sessions.values()
-            if session.episode.attempt <= wanted.get(session.episode.rollout_id, -1)
+            if scope.covers(session.episode.key) and session.episode.key not in left_out
         ]
-        await asyncio.gather(*(self._free(session) for session in ending))
-        await self._busy.wait_done(wanted)
+        states = await self._hooks.export([session.episode.key for session in sessions])
+        records = {one.id: session_record(one, states.get(one.episode.key)) for one in sessions}
+        for episode, digest, result in self._answered:
+            if scope.covers(episode.key):
+                records[f"{ANSWERED}/{episode.key}"] = answered_record(AnsweredRow(episode, digest, result))
+        return records
 
+    def read(self, records: Mapping[str, bytes], plan: RestorePlan) -> list[Session | AnsweredRow]:
+        return [one for name, data in records.items() if (one := read_record(name, data, plan)) is not None]
 
-def _record(session: Session) -> bytes:
-    active = session.activation or session.restored
-    return to_bytes(
-        {
-            "session": session.id,
-            "episode": session.episode.key,
-            "accesses": session.accesses,
-            "activations": session.activations,
-            "reply": session.reply
-            and {
-                "index": session.reply.index,
-                "digest": session.reply.digest,
-                "response": session.reply.response,
-            },
-            "activation": active
-            and {
-                "index": active.index,
-                "ordinal": active.ordinal,
-                "digest": active.digest,
-                "items": active.items,
-                "model_calls": active.model_calls,
-                "usage": active.usage,
-            },
-        }
-    )
+    async def build(self, staged: list[Session | AnsweredRow]) -> list[Session | AnsweredRow]:
+        states = {one.episode.key: one.state for one in staged if isinstance(one, Session)}
+        try:
+            await self._hooks.restore(states)
+        except ValueError as error:
+            raise ProtocolError("invalid_checkpoint_state", f"the agent's own state: {error}") from error
+        return staged
 
+    def discard(self, staged: list[Session | AnsweredRow]) -> None:
+        for one in staged:
+            if isinstance(one, Session):
+                self._end_later(one.episode.key)
 
-def _session(name: str, data: bytes, plan: RestorePlan) -> Session | None:
-    record = from_bytes(name, data)
-    with reading(name):
-        episode = plan.restored(parse_key(record["episode"]).key)
-        if episode is None:
-            return None
-        session = Session(record["session"], episode, list(record["accesses"]))
-        session.activations = int(record["activations"])
-        if (reply := record["reply"]) is not None:
-            session.reply = Reply(int(reply["index"]), reply["digest"], dict(reply["response"]))
-        if (active := record["activation"]) is not None:
-            session.restored = Activation(
-                active["index"],
-                active["digest"],
-                0.0,
-                int(active["ordinal"]),
-                items=list(active["items"]),
-                model_calls=int(active["model_calls"]),
-                usage=dict(active["usage"]),
-            )
-        return session
+    def _end_later(self, key: str) -> None:
+        ending = asyncio.ensure_future(self._hooks.retire(key))
+        self._uninstalling.add(ending)
+        ending.add_done_callback(self._uninstalling.discard)
+
+    def install(self, staged: list[Session | AnsweredRow]) -> list[str]:
+        now = self.gate.clock()
+        for one in staged:
+            if isinstance(one, AnsweredRow):
+                self._answered.remember(one.episode, one.digest, one.result)
+            else:
+                one.state = None
+                if one.restored is not None:
+                    one.restored.since = now
+                self._add(one)
+            self.gate.fence.mark(one.episode.rollout_id, one.episode.attempt - 1)
+        return [one.episode.key for one in staged]
+
+    def uninstall(self) -> None:
+        for session in self._sessions.values():
+            self._end_later(session.episode.key)
+        self._sessions.clear()
+        self._by_rollout.clear()
+        self._answered.clear()
+
+    async def retire(self, episodes: Sequence[Episode]) -> None:
+        wanted: dict[str, int] = {}
+        for episode in episodes:
+            wanted[episode.rollout_id] = max(episode.attempt, wanted.get(episode.rollout_id, -1))
+        await self._calls.end(wanted)
+        await self._busy.wait_done(wanted)  # what a seed in progress brings is found below
+        ending = [session for rollout, attempt in wanted.items() for session in self._of(rollout, attempt)]
+        failures = await asyncio.gather(*(self._free(session) for session in ending), return_exceptions=True)
+        for episode in episodes:
+            self._answered.drop(episode)
+        for failure in failures:
+            if failure is not None:
+                raise failure
+
+    def forget(self, rollout_ids: Collection[str]) -> None:
+        self._answered.forget(rollout_ids)

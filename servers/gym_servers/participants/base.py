@@ -93,9 +93,17 @@ class Participant(abc.ABC):
 
         Raises ProtocolError `invalid_checkpoint_state` where a record is not usable."""
 
+    async def build(self, staged: Any) -> Any:
+        """Build what takes time, out of reach of everything live; what `install` gets. Where it raises or is
+        cancelled nothing is left. Raises ProtocolError."""
+        return staged
+
+    def discard(self, staged: Any) -> None:  # noqa: B027 - most kinds stage nothing
+        """What was staged is not going to be installed."""
+
     @abc.abstractmethod
     def install(self, staged: Any) -> list[str]:
-        """Make the staged records live in one step; the capture keys that are now restored."""
+        """Make what was staged live, in one step that cannot fail; the capture keys that are now restored."""
 
     @abc.abstractmethod
     def uninstall(self) -> None:

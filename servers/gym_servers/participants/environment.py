@@ -8,23 +8,26 @@ boundary stays as it was reported. A restored boundary waits for the driver's re
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from gym_servers.participants.answered import Answered, same_request
 from gym_servers.participants.base import Participant, RestorePlan, Scope, Survey
+from gym_servers.participants.calls import outcome
 from gym_servers.participants.gate import Gate
+from gym_servers.participants.limits import Budget, Limits, Slots
 from gym_servers.participants.records import from_bytes, reading, to_bytes
 from gym_servers.protocol.errors import ProtocolError
-from gym_servers.protocol.identity import Episode, parse_key
+from gym_servers.protocol.identity import Episode
 from gym_servers.protocol.messages import Blocker
 
 T = TypeVar("T")
 State = Mapping[str, Any]
 Snapshot = Callable[[], dict[str, Any]]
 
-REMEMBERED_RESULTS = 256  # results kept for a driver whose reply was lost; older ones are refused, never run again
+_CHECKPOINT = "checkpoint"  # holds budgets while one is open
 
 
 @dataclass(frozen=True)
@@ -38,11 +41,16 @@ class Boundary:
 
 @dataclass(eq=False)
 class Live:
-    """One running episode."""
+    """One running episode. `budget` is the work it may still do, `waiting` how long it may queue. An `anonymous` one
+    has a made-up name, which goes into no path: its caller gave none, and checkpointing is off."""
 
     episode: Episode
     digest: str
     since: float
+    budget: Budget
+    waiting: Budget
+    anonymous: bool = False
+    claimed: bool = False
     task: asyncio.Task[Any] | None = None
     boundary: Boundary | None = None
     parked: bool = False
@@ -60,24 +68,24 @@ class Unclaimed:
     digest: str
     stage: str
     state: dict[str, Any]
-
-
-@dataclass
-class _Finished:
-    attempts: dict[str, int] = field(default_factory=dict)  # rollout -> highest attempt that was answered
-    results: OrderedDict[str, tuple[str, Any]] = field(default_factory=OrderedDict)
+    remaining: float | None = None
 
 
 class EnvironmentParticipant(Participant):
-    """Episodes of one environment server. `retired_state` frees what an unclaimed record would have owned."""
+    """Episodes of one environment server. `boundaries` is its `checkpoint_boundaries`: without them every episode is
+    a restart."""
 
     kind = "environment"
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate: Gate, *, boundaries: bool = True, limits: Limits = Limits()) -> None:  # noqa: B008
         super().__init__(gate)
+        self.limits = limits
+        self._boundaries = boundaries
+        self._slots = Slots(limits.max_concurrent_episodes)
         self._live: dict[str, Live] = {}
+        self._by_rollout: dict[str, set[Live]] = {}
         self._unclaimed: dict[str, Unclaimed] = {}
-        self._finished = _Finished()
+        self._answered = Answered()
 
     # ---- running an episode -------------------------------------------------------------------------------
 
@@ -86,6 +94,8 @@ class EnvironmentParticipant(Participant):
         episode: Episode,
         digest: str,
         body: Callable[[Live, Unclaimed | None], Awaitable[Any]],
+        *,
+        anonymous: bool = False,
     ) -> Any:
         """Run an episode once, join it where it runs already, or answer again what was answered.
 
@@ -93,20 +103,17 @@ class EnvironmentParticipant(Participant):
         attempts, closed admission, or another task under the same episode.
         """
         if not self.gate.enabled:
-            return await body(Live(episode, digest, self.gate.clock()), None)
+            return await body(self._new(episode, digest, anonymous=anonymous), None)
         # First of all: a refused duplicate owns nothing, so it must not disturb what is live.
         if (live := self._live.get(episode.key)) is not None:
-            self._same_task(episode, digest, live.digest)
+            same_request(episode, digest, live.digest)
             return await self._join(live)
-        if (kept := self._finished.results.get(episode.key)) is not None:
-            self._same_task(episode, digest, kept[0])
-            return kept[1]
-        if episode.attempt <= self._finished.attempts.get(episode.rollout_id, -1):
-            raise ProtocolError("stale_attempt", f"{episode.key} was already answered")
+        if (kept := self._answered.known(episode, digest)) is not None:
+            return kept[0]
         self.gate.fence.check(episode)
         unclaimed = self._unclaimed.get(episode.rollout_id)
         if unclaimed is not None and unclaimed.episode == episode:
-            self._same_task(episode, digest, unclaimed.digest)
+            same_request(episode, digest, unclaimed.digest)
             # A record restored earlier is in the exported set of this checkpoint: its replacement may come in
             # and park. One whose restore is not resumed yet may not: its peers are not installed.
             if not self.gate.is_open and not self.gate.checkpoint_open:
@@ -118,8 +125,9 @@ class EnvironmentParticipant(Participant):
                 del self._unclaimed[episode.rollout_id]
             unclaimed = None
         self.gate.fence.admit(episode)
-        live = Live(episode, digest, self.gate.clock())
+        live = self._new(episode, digest, unclaimed)
         self._live[episode.key] = live
+        self._by_rollout.setdefault(episode.rollout_id, set()).add(live)
         if unclaimed is not None:
             # The record stays exportable under the live episode until its first stage records a boundary.
             live.boundary = Boundary(unclaimed.stage, lambda state=unclaimed.state: dict(state))  # type: ignore[misc]
@@ -132,6 +140,43 @@ class EnvironmentParticipant(Participant):
         await self._retire_lower(episode)
         return await self._join(live)
 
+    def _new(
+        self, episode: Episode, digest: str, unclaimed: Unclaimed | None = None, *, anonymous: bool = False
+    ) -> Live:
+        clock, limits = self.gate.clock, self.limits
+        left = unclaimed.remaining if unclaimed is not None else None
+        budget = Budget(limits.episode_timeout_seconds if left is None else left, clock)
+        return Live(
+            episode,
+            digest,
+            clock(),
+            budget,
+            Budget(limits.queue_timeout_seconds, clock),
+            anonymous,
+            claimed=unclaimed is not None,
+            restart=not self._boundaries,
+        )
+
+    @asynccontextmanager
+    async def slot(self, live: Live) -> AsyncIterator[None]:
+        """One of the server's `max_concurrent_episodes`. Waiting for it holds no checkpoint up: nothing of the
+        episode has begun. Raises OverLimit after `queue_timeout_seconds`."""
+        queued = not self._slots.take_at_once(over=live.claimed)
+        if queued:
+            live.parked, live.where = True, "queue"
+            self.gate.touch()
+            try:
+                await live.waiting.spend(self._slots.take)
+            except BaseException:
+                live.parked = False
+                raise
+        try:
+            if queued:
+                await self._park(live)  # reported as not begun: it does not begin before the checkpoint is over
+            yield
+        finally:
+            self._slots.free()
+
     async def _drive(
         self,
         live: Live,
@@ -139,41 +184,28 @@ class EnvironmentParticipant(Participant):
         body: Callable[[Live, Unclaimed | None], Awaitable[Any]],
     ) -> Any:
         result = await body(live, unclaimed)
-        self._remember(live, result)
+        self._answered.remember(live.episode, live.digest, result)
         return result
 
     def _ended(self, live: Live) -> None:
         if self._live.get(live.episode.key) is live:
             del self._live[live.episode.key]
+        of_rollout = self._by_rollout.get(live.episode.rollout_id, set())
+        of_rollout.discard(live)
+        if not of_rollout:
+            self._by_rollout.pop(live.episode.rollout_id, None)
         self.gate.touch()
 
     async def _join(self, live: Live) -> Any:
         """The episode's result. The caller may go away: the episode goes on, and can be joined again."""
         assert live.task is not None
-        try:
-            return await asyncio.shield(live.task)
-        except asyncio.CancelledError:
-            if live.task.cancelled():  # retired, not our caller who left
-                raise ProtocolError("stale_attempt", f"{live.episode.key} was retired") from None
-            raise
-
-    def _remember(self, live: Live, result: Any) -> None:
-        rollout = live.episode.rollout_id
-        self._finished.attempts[rollout] = max(live.episode.attempt, self._finished.attempts.get(rollout, -1))
-        self._finished.results[live.episode.key] = (live.digest, result)
-        while len(self._finished.results) > REMEMBERED_RESULTS:
-            self._finished.results.popitem(last=False)
-
-    @staticmethod
-    def _same_task(episode: Episode, digest: str, known: str) -> None:
-        if digest != known:
-            raise ProtocolError("checkpoint_conflict", f"{episode.key} is known here with another task")
+        return await outcome(live.task, ProtocolError("stale_attempt", f"{live.episode.key} was retired"))
 
     async def _retire_lower(self, episode: Episode) -> None:
         lower = [
             live.episode
-            for live in self._live.values()
-            if live.episode.rollout_id == episode.rollout_id and live.episode.attempt < episode.attempt
+            for live in self._by_rollout.get(episode.rollout_id, ())
+            if live.episode.attempt < episode.attempt
         ]
         if lower:
             await self.retire(lower)
@@ -185,19 +217,19 @@ class EnvironmentParticipant(Participant):
     ) -> T:
         """Run one stage: record its boundary, park there while a checkpoint is open, then do `step`.
 
-        Raises what `step` raises; a failing replay step leaves the restorable set at once, and its error comes
-        out after the checkpoint.
+        Raises what `step` raises, and OverLimit where the episode's budget is used up; a failing replay step leaves
+        the restorable set at once, and its error comes out after the checkpoint.
         """
         live.where = name
         if not self.gate.enabled:
-            return await step()
+            return await live.budget.spend(step)
         if not live.restart:
             live.boundary = Boundary(name, snapshot)
         await self._park(live)
         live.replaying = replay
         self.gate.touch()
         try:
-            result = await step()
+            result = await live.budget.spend(step)
         except Exception:
             if replay and self.gate.checkpoint_open:
                 live.boundary = None
@@ -227,6 +259,18 @@ class EnvironmentParticipant(Participant):
 
     # ---- participant --------------------------------------------------------------------------------------
 
+    def closing(self, restarts: frozenset[str]) -> None:
+        """What stands through a checkpoint does no work: its time does not count."""
+        for live in self._live.values():
+            if live.replaying:
+                live.budget.hold(_CHECKPOINT)
+            live.waiting.hold(_CHECKPOINT)
+
+    def resumed(self) -> None:
+        for live in self._live.values():
+            live.budget.release(_CHECKPOINT)
+            live.waiting.release(_CHECKPOINT)
+
     def survey(self) -> Survey:
         now = self.gate.clock()
         blockers = [
@@ -247,10 +291,13 @@ class EnvironmentParticipant(Participant):
         records = {}
         for key, live in self._live.items():
             if live.boundary is not None and scope.covers(key):
-                records[key] = _record(live.digest, live.boundary.stage, live.boundary.snapshot())
+                stage, state = live.boundary.stage, live.boundary.snapshot()
+                records[key] = _record(live.digest, stage, state, live.budget.left)
         for unclaimed in self._unclaimed.values():
             if scope.covers(unclaimed.episode.key):
-                records[unclaimed.episode.key] = _record(unclaimed.digest, unclaimed.stage, unclaimed.state)
+                records[unclaimed.episode.key] = _record(
+                    unclaimed.digest, unclaimed.stage, unclaimed.state, unclaimed.remaining
+                )
         return records
 
     def read(self, records: Mapping[str, bytes], plan: RestorePlan) -> list[Unclaimed]:
@@ -261,7 +308,16 @@ class EnvironmentParticipant(Participant):
                 continue
             with reading(key):
                 record = from_bytes(key, data)
-                staged.append(Unclaimed(episode, str(record["digest"]), str(record["stage"]), dict(record["state"])))
+                left = record.get("remaining")  # absent in records of before there were limits
+                staged.append(
+                    Unclaimed(
+                        episode,
+                        str(record["digest"]),
+                        str(record["stage"]),
+                        dict(record["state"]),
+                        None if left is None else float(left),
+                    )
+                )
         missing = set(plan.episodes) - set(records)
         if missing:
             raise ProtocolError("invalid_checkpoint_state", f"no record of {sorted(missing)[:5]}")
@@ -283,23 +339,20 @@ class EnvironmentParticipant(Participant):
             unclaimed = self._unclaimed.get(episode.rollout_id)
             if unclaimed is not None and unclaimed.episode.attempt <= episode.attempt:
                 del self._unclaimed[episode.rollout_id]
-            for live in list(self._live.values()):
-                same = live.episode.rollout_id == episode.rollout_id
-                if same and live.episode.attempt <= episode.attempt and live.task is not None:
+            for live in self._by_rollout.get(episode.rollout_id, ()):
+                if live.episode.attempt <= episode.attempt and live.task is not None:
                     if not live.cleaning:
                         live.task.cancel()
                     ending.append(live.task)
+            self._answered.drop(episode)
         if ending:
             await asyncio.wait(ending)
         self.gate.touch()
 
     def forget(self, rollout_ids: Collection[str]) -> None:
-        gone = set(rollout_ids)
-        for rollout in gone:
-            self._finished.attempts.pop(rollout, None)
-        for key in [k for k in self._finished.results if parse_key(k).rollout_id in gone]:
-            del self._finished.results[key]
+        self._answered.forget(rollout_ids)
 
 
-def _record(digest: str, stage: str, state: dict[str, Any]) -> bytes:
-    return to_bytes({"digest": digest, "stage": stage, "state": state})
+def _record(digest: str, stage: str, state: dict[str, Any], remaining: float | None) -> bytes:
+    left = None if remaining is None else round(remaining, 3)
+    return to_bytes({"digest": digest, "stage": stage, "state": state, "remaining": left})

@@ -181,7 +181,7 @@ def test_files_with_secrets_are_the_owners_alone(tmp_path: Path) -> None:
 # ---- names, durations, manifests --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "server"), [("agent", "nope"), ("agent", "mod:Class"), ("resources", "nope")])
+@pytest.mark.parametrize(("kind", "server"), [("agent", "nope"), ("environment", "mod:Class"), ("resources", "nope")])
 def test_an_unknown_server_is_answered_with_the_known_ones(kind: str, server: str) -> None:
     with pytest.raises(SettingsError, match="is not a known"):
         check_server(kind, server)

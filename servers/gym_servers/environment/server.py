@@ -1,0 +1,116 @@
+"""What an environment server is written against: subclass `EnvironmentServer` and lead one episode to its row.
+
+The base takes a slot for each episode, spends its budget, and turns what goes wrong into a failure. Cleanup is the
+subclass's: it runs before `episode` returns or raises, on every path.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, ClassVar, TypeVar
+
+from gym_servers.http.peers import PeerFailed, Peers, PeerUnreachable, Reply
+from gym_servers.http.sessions import Jar
+from gym_servers.participants.environment import EnvironmentParticipant, Live, Unclaimed
+from gym_servers.participants.limits import OverLimit
+from gym_servers.protocol.errors import ProtocolError
+from gym_servers.protocol.identity import Episode
+
+log = logging.getLogger("gym_servers")
+
+T = TypeVar("T")
+State = dict[str, Any]
+
+_CLEANUP = "cleanup"  # holds an episode's budget for good
+
+
+class EnvironmentServer(abc.ABC):
+    """Base of environment servers.
+
+    `checkpoint_boundaries`: whether its stages record boundaries from which another process can continue. Without it
+    (the default: it fails closed) every episode starts over after a death.
+    """
+
+    checkpoint_boundaries: ClassVar[bool] = False
+
+    def __init__(self, participant: EnvironmentParticipant, peers: Peers) -> None:
+        self._participant, self._peers = participant, peers
+
+    @abc.abstractmethod
+    async def episode(self, live: Live, restored: Unclaimed | None, task: dict[str, Any]) -> dict[str, Any]:
+        """Lead one episode from its boundary to its row."""
+
+    async def run(self, live: Live, restored: Unclaimed | None, task: dict[str, Any]) -> dict[str, Any]:
+        """One episode: `{result}` or `{failure}`. Raises ProtocolError where the attempt was replaced."""
+        try:
+            async with self._participant.slot(live):
+                return {"result": await self.episode(live, restored, task)}
+        except OverLimit:
+            limits = self._participant.limits
+            if live.where == "queue":
+                reason = f"no free place within {limits.queue_timeout_seconds:g} s"
+                return _failure(live.where, "transport_local_resource", reason)
+            reason = f"over its limit of {limits.episode_timeout_seconds:g} s"
+            return _failure(live.where, "agent_timeout", reason)
+        except ProtocolError as refusal:
+            if refusal.code == "stale_attempt":
+                raise
+            kind = "session_lost" if refusal.code == "session_lost" else "agent_request_failed"
+            return _failure(live.where, kind, str(refusal))
+        except PeerUnreachable as error:
+            return _failure(live.where, "transport_unreachable", str(error))
+        except PeerFailed as error:
+            kind = "verifier_error" if live.where == "verify" else "agent_run_error"
+            return _failure(live.where, kind, str(error))
+
+    async def stage(
+        self, live: Live, name: str, *, replay: bool, state: State, step: Callable[[], Awaitable[T]]
+    ) -> T:
+        """One stage of an episode: its boundary is `name` and `state`."""
+        return await self._participant.stage(live, name, replay=replay, snapshot=lambda: state, step=step)
+
+    async def finish(self, live: Live, cleanup: Awaitable[None]) -> None:
+        """End what an episode holds at its peers. Neither a retire nor the episode's limit cuts it short: they wait
+        for its end. What fails is logged: the episode's answer does not depend on it."""
+        live.cleaning = True
+        live.budget.hold(_CLEANUP)
+        ending = asyncio.ensure_future(self._within_limit(live, cleanup))
+        try:
+            await asyncio.shield(ending)
+        except asyncio.CancelledError:
+            await asyncio.wait([ending])
+            raise
+
+    async def _within_limit(self, live: Live, cleanup: Awaitable[None]) -> None:
+        try:
+            async with asyncio.timeout(self._participant.limits.cleanup_timeout_seconds):
+                await cleanup
+        except (ProtocolError, PeerUnreachable, PeerFailed, TimeoutError) as error:
+            log.warning("cleanup of %s: %s", live.episode.key, str(error) or type(error).__name__)
+
+    async def post(
+        self,
+        live: Live,
+        peer: str,
+        path: str,
+        body: Any,
+        *,
+        jar: Jar | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> Reply:
+        """A call of the episode to a peer. Time in which the peer admits nothing does not count as its work."""
+        return await self._peers.post(
+            peer, path, body, episode=named(live), jar=jar, headers=headers, closed=live.budget.held
+        )
+
+
+def named(live: Live) -> Episode | None:
+    """The episode as calls carry it."""
+    return None if live.anonymous else live.episode
+
+
+def _failure(stage: str, kind: str, reason: str) -> dict[str, Any]:
+    return {"failure": {"failure_kind": kind, "failure_reason": reason, "stage": stage, "terminal": False}}

@@ -1,0 +1,223 @@
+"""An agent that builds its own application: watched, fenced, and restart-only unless it opts in."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from fastapi import FastAPI, Request
+
+from gym_rig.cell import Rig, cell
+from gym_rig.verbs import checkpoint, restore_built, resume
+from gym_rig.virtual import settle
+from gym_rig.wire import code, foreign, ok, post, serving
+from gym_servers.agent.server import AgentServer, AgentSetup
+from gym_servers.engine.rows import counter_rows
+from gym_servers.http.episode_path import required_episode
+from gym_servers.protocol import headers
+from gym_servers.protocol.identity import Episode
+from gym_servers.stack.settings import SettingsError
+
+COUNTER = {"name": "counter", "kind": "resources", "server": "counter"}
+
+
+def servers(folder: Path, agent: dict[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {"name": "env", "kind": "environment", "server": "single-agent-turn"},
+        {"name": "policy", "kind": "model", "server": "scripted", "config": {"base_url": "http://engine"}},
+        {"name": "agent", "kind": "agent", **agent},
+        {**COUNTER, "config": {"journal": str(folder / "journal.jsonl")}},
+    ]
+
+
+def scratch(folder: Path) -> list[dict[str, Any]]:
+    return servers(folder, {"server": "scratch-agent", "config": {"folder": str(folder / "scratch")}})
+
+
+def own(folder: Path, name: str = "Notes") -> list[dict[str, Any]]:
+    return servers(folder, {"server": f"{__name__}:{name}"})
+
+
+def folders(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "scratch").iterdir())
+
+
+# ---- the example ------------------------------------------------------------------------------------------
+
+
+async def test_a_restart_only_agents_episodes_are_reported_by_the_environment_and_start_over(tmp_path: Path) -> None:
+    async with cell(tmp_path, counter_rows(3, 1), servers=scratch(tmp_path)) as rig:
+        await rig.until(lambda: rig.effects() >= 3)
+        outcome = await rig.checkpoint("one")
+        assert (outcome.publication.episodes, len(outcome.publication.restarts)) == ([], 3)
+        assert rig.participant("env").survey().restarts == rig.participant("agent").survey().restarts != frozenset()
+        rig.kill("policy")
+        await rig.until(rig.complete)
+        counted = rig.account(3)
+        assert counted.problems == []
+        assert (counted.rows, counted.reward_mean, counted.continued) == (3, 1.0, 0)
+        assert [name for name in folders(tmp_path) if name.endswith("-a1")] == []
+
+
+async def test_a_retire_stops_the_work_of_a_restart_only_agent_and_frees_its_sandbox(tmp_path: Path) -> None:
+    async with foreign(tmp_path, servers=scratch(tmp_path)) as rig:
+        await serving(rig)
+        for key in ("x", "y"):
+            _, _ = await ok(rig, "agent", f"/ng-rollout/{key}/v1/agent_sessions", {"agent_session_id": key})
+        running = asyncio.create_task(post(rig, "agent", "/ng-rollout/x/v1/responses", {"input": "add 1"}))
+        await settle()
+        assert folders(tmp_path) == ["x", "y"]
+        await retired(rig, "x")
+        assert folders(tmp_path) == ["y"]
+        assert code(await running) == "stale_attempt"
+        late = await post(rig, "agent", "/ng-rollout/x/v1/agent_sessions", {"agent_session_id": "x"})
+        assert code(late) == "stale_attempt"
+        assert folders(tmp_path) == ["y"]
+
+
+async def retired(rig: Rig, key: str) -> None:
+    participant = rig.participant("agent")
+    participant.gate.fence.mark(key, 0)
+    await participant.retire([Episode(key, 0)])
+
+
+async def test_a_close_stops_its_work_before_the_application_is_asked_to_clean_up(tmp_path: Path) -> None:
+    async with foreign(tmp_path, servers=scratch(tmp_path)) as rig:
+        await serving(rig)
+        await ok(rig, "agent", "/ng-rollout/x/v1/agent_sessions", {"agent_session_id": "x"})
+        work = asyncio.create_task(post(rig, "agent", "/ng-rollout/x/v1/responses", {"input": "add 1"}))
+        await settle()
+        assert not work.done()
+        await ok(rig, "agent", "/ng-rollout/x/v1/agent_sessions/close", {"agent_session_id": "x"})
+        assert code(await work) == "stale_attempt"
+        assert (folders(tmp_path), rig.participant("agent").survey().counts) == ([], {"sessions": 0, "busy": 0})
+
+
+async def test_its_calls_need_an_episode_and_its_own_routes_stay_its_own(tmp_path: Path) -> None:
+    async with foreign(tmp_path, servers=scratch(tmp_path)) as rig:
+        await serving(rig)
+        for path in ("/v1/agent_sessions", "/v1/agent_sessions/close", "/v1/responses", "/run"):
+            response = await post(rig, "agent", path, {"agent_session_id": "x"})
+            assert (response.status_code, code(response)) == (400, "rollout_id_required"), path
+        response = await post(rig, "agent", "/ng-rollout/x/v1/agent_sessions", {"agent_session_id": "x"})
+        assert response.headers[headers.RESTART] == "agent"
+        async with rig.network.client() as client:
+            assert (await client.get("http://agent/readyz")).status_code == 200
+            assert (await client.get("http://agent/nowhere")).status_code == 404
+        for _ in range(2):  # a second close is answered like the first
+            await ok(rig, "agent", "/ng-rollout/x/v1/agent_sessions/close", {"agent_session_id": "x"})
+        assert rig.participant("agent").survey().counts == {"sessions": 0, "busy": 0}
+
+
+async def test_with_checkpointing_off_it_is_its_own_application(tmp_path: Path) -> None:
+    async with foreign(tmp_path, servers=scratch(tmp_path), checkpoints={"enabled": False}) as rig:
+        await rig.processes()
+        response = await post(rig, "agent", "/ng-rollout/x/v1/agent_sessions", {"agent_session_id": "x"})
+        assert response.is_success
+        assert headers.RESTART not in response.headers
+        assert rig.participant("agent").survey().counts == {"sessions": 0, "busy": 0}
+
+
+# ---- one that opts in ---------------------------------------------------------------------------------------
+
+
+class Notes(AgentServer):
+    """Counts the requests of a session, and can carry the count."""
+
+    checkpoint_sessions_supported: ClassVar[bool] = True
+    held: ClassVar[asyncio.Event | None] = None
+
+    def __init__(self, setup: AgentSetup) -> None:
+        super().__init__(setup)
+        self.counts: dict[str, int] = {}
+
+    def setup_webserver(self) -> FastAPI:
+        app = FastAPI()
+
+        @app.post("/v1/agent_sessions")
+        async def seed(body: dict[str, Any]) -> dict[str, Any]:
+            self.counts[required_episode().key] = 0
+            return {"agent_session_id": body["agent_session_id"]}
+
+        @app.post("/v1/responses")
+        async def responses(request: Request) -> dict[str, Any]:
+            if Notes.held is not None:
+                await Notes.held.wait()
+            key = required_episode().key
+            self.counts[key] += 1
+            return {"output": [], "count": self.counts[key]}
+
+        return app
+
+    async def export_agent_sessions(self, keys: Sequence[str]) -> Mapping[str, Any]:
+        return {key: self.counts[key] for key in keys}
+
+    async def restore_agent_sessions(self, sessions: Mapping[str, Any]) -> None:
+        self.counts = {key: int(count) for key, count in sessions.items()}
+
+    async def retire_agent_session(self, key: str) -> None:
+        self.counts.pop(key, None)
+
+
+class Unsure(Notes):
+    checkpoint_sessions_supported: ClassVar[bool] = False
+
+
+async def test_an_own_application_that_opts_in_holds_a_checkpoint_up_while_it_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with foreign(tmp_path, servers=own(tmp_path)) as rig:
+        await serving(rig)
+        seed = "/ng-rollout/x/v1/agent_sessions"
+        response = await post(rig, "agent", seed, {"agent_session_id": "x"})
+        assert headers.RESTART not in response.headers
+        monkeypatch.setattr(Notes, "held", asyncio.Event())
+        running = asyncio.create_task(post(rig, "agent", "/ng-rollout/x/v1/responses", {}))
+        await settle()
+        survey = rig.participant("agent").survey()
+        assert ([b.where for b in survey.blockers], survey.restarts) == (["activation"], frozenset())
+        assert Notes.held is not None
+        Notes.held.set()
+        assert (await running).json()["count"] == 1
+        assert rig.participant("agent").survey().ready
+
+
+async def test_a_failed_seed_of_an_own_application_leaves_no_session(tmp_path: Path) -> None:
+    async with foreign(tmp_path, servers=own(tmp_path)) as rig:
+        await serving(rig)
+        response = await post(rig, "agent", "/ng-rollout/x/v1/agent_sessions", ["no object"])
+        assert response.status_code == 422
+        assert rig.participant("agent").survey().counts == {"sessions": 0, "busy": 0}
+
+
+async def test_an_own_application_that_opts_in_is_continued_through_its_hooks(tmp_path: Path) -> None:
+    async with foreign(tmp_path, servers=own(tmp_path)) as rig:
+        await serving(rig)
+        await ok(rig, "agent", "/ng-rollout/x/v1/agent_sessions", {"agent_session_id": "x"})
+        for _ in range(3):
+            await ok(rig, "agent", "/ng-rollout/x/v1/responses", {})
+        records = await checkpoint(rig.participant("agent"))
+        rig.kill("agent")
+        fresh = rig.start("agent").server.participant
+        assert await restore_built(fresh, records, "x") == ["x-a1"]
+        resume(fresh, "restore")
+        reply, _ = await ok(rig, "agent", "/ng-rollout/x-a1/v1/responses", {})
+        assert reply["count"] == 4
+        assert code(await post(rig, "agent", "/ng-rollout/x/v1/responses", {})) == "stale_attempt"
+
+
+async def test_without_the_class_attribute_an_own_application_is_restart_only(tmp_path: Path) -> None:
+    async with foreign(tmp_path, servers=own(tmp_path, "Unsure")) as rig:
+        await serving(rig)
+        await ok(rig, "agent", "/ng-rollout/x/v1/agent_sessions", {"agent_session_id": "x"})
+        participant = rig.participant("agent")
+        assert participant.survey().restarts == {"x"}
+
+
+async def test_a_class_that_is_no_agent_is_refused_at_start_up(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="is not a subclass of"):
+        async with foreign(tmp_path, servers=servers(tmp_path, {"server": "pathlib:Path"})) as rig:
+            await rig.processes()
