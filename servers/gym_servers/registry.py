@@ -11,10 +11,14 @@ KNOWN: Mapping[str, frozenset[str]] = {
     "environment": frozenset({"single-agent-turn"}),
     "agent": frozenset({"simple-agent"}),
     "model": frozenset({"scripted"}),
-    "resources": frozenset({"counter"}),
+    "resources": frozenset({"counter", "multiple-choice", "sandbox"}),
     "collection": frozenset({"collection"}),
 }
-_CLASSES = {"counter": "gym_servers.resources.counter:CounterServer"}
+_CLASSES = {
+    "counter": "gym_servers.resources.counter:CounterServer",
+    "multiple-choice": "gym_servers.resources.multiple_choice:MultipleChoiceServer",
+    "sandbox": "gym_servers.resources.sandbox:SandboxServer",
+}
 
 
 def check_server(kind: str, server: str) -> None:
