@@ -20,7 +20,8 @@ from gym_servers.participants.base import Participant
 from gym_servers.participants.environment import EnvironmentParticipant, Live, Unclaimed
 from gym_servers.participants.gate import Gate
 from gym_servers.participants.model import ModelParticipant
-from gym_servers.participants.resources import Hooks, ResourcesParticipant, ToolSession
+from gym_servers.participants.resources import Hooks, ResourcesParticipant
+from gym_servers.participants.tool_sessions import ToolSession
 from gym_servers.protocol import messages as m
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.identity import Episode
@@ -92,14 +93,14 @@ def resources(gate: Gate) -> tuple[Participant, Work]:
     async def nothing(*_: Any) -> Any:
         return {}
 
-    participant = ResourcesParticipant(gate, "stateless", Hooks(nothing, dict, lambda _: None, nothing))
+    participant = ResourcesParticipant(gate, "stateless", Hooks(nothing, nothing, nothing, nothing, nothing))
 
     async def tool(_: ToolSession) -> None:
         await asyncio.sleep(LONGEST_STEP)
 
     async def work(episode: Episode) -> None:
         session = f"s-{episode.key}"
-        await participant.seed(session, episode, lambda: asyncio.sleep(0.5))
+        await participant.seed(session, episode, lambda _: asyncio.sleep(0.5), digest="d", fresh_id="f")
         await asyncio.gather(*(participant.call(session, episode, "t", tool) for _ in range(2)))
         await participant.close(session, episode)
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from gym_rig.verbs import checkpoint, commit, prepare, ready, restore, resume, start
+from gym_rig.verbs import checkpoint, commit, prepare, ready, restore_built, resume, start
 from gym_rig.virtual import now, settle
 from gym_servers.participants.gate import Gate
-from gym_servers.participants.resources import Hooks, ResourcesParticipant, ToolSession
+from gym_servers.participants.resources import Hooks, ResourcesParticipant
+from gym_servers.participants.tool_sessions import ToolSession
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.identity import Episode
 
@@ -26,7 +27,9 @@ class Tools:
         self.values: dict[str, int] = {}
         self.log: list[str] = []
         self.turnstile = asyncio.Semaphore(1000)
-        hooks = Hooks(self.export, self.check, self.install, self.retire)
+        self.parked: set[str] = set()
+        self.failing: str | None = None
+        hooks = Hooks(self.export, self.restore, self.retire, self.park, self.unpark)
         self.participant = ResourcesParticipant(Gate(clock=now), mode, hooks)
         if started:
             start(self.participant)
@@ -34,32 +37,51 @@ class Tools:
     async def export(self, ids: Sequence[str]) -> Mapping[str, Any]:
         return {one: self.values[one] for one in ids}
 
-    def check(self, states: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {one: int(value) for one, value in states.items()}
-
-    def install(self, states: Mapping[str, Any]) -> None:
-        self.values = dict(states)
+    async def restore(self, states: Mapping[str, Any]) -> None:
+        valid = {one: int(value) for one, value in states.items()}
+        for one, value in valid.items():
+            await self.turnstile.acquire()
+            if one == self.failing:
+                raise OSError("no room")
+            self.values[one] = value
 
     async def retire(self, session_id: str) -> None:
+        self.log.append(f"retire {session_id}")
         self.values.pop(session_id, None)
 
-    async def seed(self, session: str = "s", episode: Episode | None = R0) -> ToolSession:
-        async def begin() -> None:
-            await self.turnstile.acquire()
-            self.values[session] = 0
+    async def park(self, ids: Sequence[str]) -> None:
+        await self.turnstile.acquire()
+        self.parked |= set(ids)
 
-        return await self.participant.seed(session, episode, begin)
+    async def unpark(self, ids: Sequence[str]) -> None:
+        await self.turnstile.acquire()
+        self.parked -= set(ids)
+
+    async def seed(
+        self, session: str | None = "s", episode: Episode | None = R0, row: str = "row", fresh: str = "fresh"
+    ) -> ToolSession:
+        async def begin(name: str) -> None:
+            self.log.append(f"seed {name}")
+            await self.turnstile.acquire()
+            self.values[name] = 0
+
+        return await self.participant.seed(session, episode, begin, digest=row, fresh_id=fresh)
 
     async def add(
         self, call: str | None = "c1", *, session: str = "s", episode: Episode | None = R0, by: int = 1
     ) -> Any:
         async def work(found: ToolSession) -> Any:
+            assert found.id not in self.parked
             await self.turnstile.acquire()
             self.values[found.id] += by
             self.log.append(f"{call}")
             return self.values[found.id]
 
         return await self.participant.call(session, episode, "add", work, call_id=call, digest=str(by))
+
+    @property
+    def calls(self) -> list[str]:
+        return [entry for entry in self.log if not entry.startswith(("seed", "retire"))]
 
     def hold(self) -> None:
         self.turnstile = asyncio.Semaphore(0)
@@ -78,7 +100,7 @@ async def test_a_repeated_call_is_answered_and_not_run_again() -> None:
     tools = Tools()
     await tools.seed()
     assert [await tools.add("c1"), await tools.add("c1"), await tools.add("c2")] == [1, 1, 2]
-    assert tools.log == ["c1", "c2"]
+    assert tools.calls == ["c1", "c2"]
     assert await code(tools.add("c1", by=5)) == "checkpoint_conflict"
     assert await tools.add(None) == 3
     assert await tools.add(None) == 4
@@ -92,7 +114,7 @@ async def test_a_repeat_that_comes_while_the_call_runs_waits_for_its_reply() -> 
     await settle()
     tools.turnstile.release()
     assert [await first, await second] == [1, 1]
-    assert tools.log == ["c1"]
+    assert tools.calls == ["c1"]
 
 
 async def test_a_caller_that_leaves_does_not_tear_an_effect_from_its_reply() -> None:
@@ -108,7 +130,7 @@ async def test_a_caller_that_leaves_does_not_tear_an_effect_from_its_reply() -> 
     await settle()
     assert ready(tools.participant)
     assert b'"effects":0' in (await commit(tools.participant))["s"]
-    assert tools.log == ["c1"]
+    assert tools.calls == ["c1"]
     resume(tools.participant)
     tools.turnstile.release()
     assert await tools.add() == 1
@@ -159,7 +181,7 @@ async def test_a_session_is_bound_to_its_episode(episode: Episode) -> None:
     await tools.seed()
     assert await code(tools.add(episode=episode)) == "stale_attempt"
     assert await code(tools.participant.close("s", episode)) == "stale_attempt"
-    assert tools.log == []
+    assert tools.calls == []
 
 
 async def test_work_without_an_episode_is_refused_where_one_is_needed() -> None:
@@ -198,7 +220,7 @@ async def test_a_call_that_waited_behind_another_looks_at_the_watermark_again() 
     assert await first == 1
     assert await code(second) in ("stale_attempt", "session_lost")
     await retiring
-    assert tools.log == ["c1"]
+    assert tools.calls == ["c1"]
     assert tools.values == {}
 
 
@@ -237,10 +259,10 @@ async def test_seeds_that_come_together_leave_one_session_and_one_state() -> Non
 async def test_a_seed_that_fails_leaves_no_session() -> None:
     tools = Tools()
 
-    async def fails() -> None:
+    async def fails(_: str) -> None:
         raise ProtocolError("invalid_request", "the row")
 
-    assert await code(tools.participant.seed("s", R0, fails)) == "invalid_request"
+    assert await code(tools.participant.seed("s", R0, fails, digest="", fresh_id="f")) == "invalid_request"
     assert tools.participant.survey().counts == {"sessions": 0, "busy": 0}
 
 
@@ -288,16 +310,14 @@ async def test_a_call_in_progress_holds_a_checkpoint_up_and_later_ones_wait() ->
     assert await later == 2
 
 
-@pytest.mark.parametrize("ending", ["close", "retire"])
-async def test_the_end_of_a_session_that_waits_behind_its_calls_never_deadlocks_a_checkpoint(ending: str) -> None:
-    """A call that waits for admission holds its session's lock: what holds a checkpoint up must not wait for it."""
+async def test_a_close_that_waits_behind_calls_never_deadlocks_a_checkpoint() -> None:
+    """What holds a checkpoint up must not wait for what the checkpoint lets wait."""
     tools = Tools()
     await tools.seed()
     tools.hold()
     running = [asyncio.create_task(tools.add(f"c{n}")) for n in range(2)]
     await settle()
-    end = tools.participant.close("s", R0) if ending == "close" else tools.participant.retire([R0])
-    closing = asyncio.create_task(end)  # type: ignore[arg-type]
+    closing = asyncio.create_task(tools.participant.close("s", R0))
     await settle()
     prepare(tools.participant)
     tools.turnstile.release()
@@ -310,6 +330,24 @@ async def test_the_end_of_a_session_that_waits_behind_its_calls_never_deadlocks_
     await closing
     assert tools.values == {}
     await asyncio.gather(*running, return_exceptions=True)
+
+
+async def test_a_retire_never_waits_for_an_open_checkpoint() -> None:
+    """It holds the checkpoint up itself: a call that waits for admission must not keep it from the session."""
+    tools = Tools()
+    await tools.seed()
+    tools.hold()
+    running = [asyncio.create_task(tools.add(f"c{n}")) for n in range(2)]
+    await settle()
+    tools.participant.gate.fence.mark("r", 0)
+    retiring = asyncio.create_task(tools.participant.retire([R0]))
+    prepare(tools.participant)
+    tools.turnstile.release()
+    await retiring
+    assert tools.values == {}
+    resume(tools.participant)
+    assert await code(running[1]) in ("stale_attempt", "session_lost")
+    assert tools.calls == ["c0"]
 
 
 async def test_a_close_waits_for_resume() -> None:
@@ -367,7 +405,7 @@ async def test_a_stateless_server_restores_its_sessions() -> None:
     await tools.seed()
     records = await checkpoint(tools.participant)
     other = Tools("stateless", started=False)
-    assert restore(other.participant, records, "r") == ["r-a1"]
+    assert await restore_built(other.participant, records, "r") == ["r-a1"]
 
 
 # ---- restore ----------------------------------------------------------------------------------------------
@@ -380,7 +418,7 @@ async def restored() -> Tools:
     await first.add("c1", by=5)
     records = await checkpoint(first.participant)
     second = Tools(started=False)
-    restore(second.participant, records, "r")
+    await restore_built(second.participant, records, "r")
     resume(second.participant, "restore")
     return second
 
@@ -390,7 +428,7 @@ async def test_a_call_of_before_the_checkpoint_is_answered_also_after_the_restor
     assert tools.values == {"s": 5}
     assert await tools.add("c1", episode=R1, by=5) == 5
     assert await tools.add("c2", episode=R1, by=1) == 6
-    assert tools.log == ["c2"]
+    assert tools.calls == ["c2"]
     assert await code(tools.add("c1", episode=R1, by=4)) == "checkpoint_conflict"
 
 
@@ -398,14 +436,14 @@ async def test_a_call_under_the_replaced_attempt_is_stale() -> None:
     tools = await restored()
     assert await code(tools.add("c2")) == "stale_attempt"
     assert await code(tools.seed("n", R0)) == "stale_attempt"
-    assert tools.log == []
+    assert tools.calls == []
 
 
 @pytest.mark.parametrize("damage", [b"", b'{"format":1}', b'{"format":1,"session":"s","episode":"r","effects":"x"}'])
 async def test_a_record_that_cannot_be_read_is_named_and_nothing_is_installed(damage: bytes) -> None:
     tools = Tools(started=False)
     with pytest.raises(ProtocolError, match="record s") as refused:
-        restore(tools.participant, {"s": damage}, "r")
+        await restore_built(tools.participant, {"s": damage}, "r")
     assert refused.value.code == "invalid_checkpoint_state"
     assert tools.participant.survey().counts["sessions"] == 0
 
@@ -417,7 +455,7 @@ async def test_a_state_that_the_server_refuses_installs_nothing() -> None:
     changed = {"s": json.dumps({**json.loads(records["s"]), "state": "no number"}).encode()}
     second = Tools(started=False)
     with pytest.raises(ProtocolError, match="session states") as refused:
-        restore(second.participant, changed, "r")
+        await restore_built(second.participant, changed, "r")
     assert refused.value.code == "invalid_checkpoint_state"
     assert second.participant.survey().counts["sessions"] == 0
 
@@ -425,5 +463,6 @@ async def test_a_state_that_the_server_refuses_installs_nothing() -> None:
 async def test_uninstall_leaves_nothing() -> None:
     tools = await restored()
     tools.participant.uninstall()
+    await settle()
     assert tools.values == {}
     assert tools.participant.survey().counts["sessions"] == 0

@@ -6,9 +6,9 @@ extend the partial-rollout control API of NeMo Gym have defaults, so that a fore
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 PREFIX = "/ng-control/v1/checkpoint"
 MAX_BLOCKERS = 100
@@ -39,7 +39,14 @@ class CommitRequest(Verb):
     checkpoint_dir: str
     episode_ids: list[CaptureKey] | None = None
     live: list[CaptureKey] = []  # (+) running at the environment though not in scope: no answer will come
+    stop: bool = False  # stay closed until the process ends; a resume is an abort
     background: bool = False
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> Self:
+        if self.stop and self.background:
+            raise ValueError("`stop` and `background` exclude each other: what stops has nothing to go on with")
+        return self
 
 
 class RestoreRequest(Verb):
@@ -71,7 +78,8 @@ class Blocker(Message):
 
 
 class Report(Message):
-    """A participant's readiness. `episodes` (environment only) are the exportable ones."""
+    """A participant's readiness. `episodes` (environment only) are the exportable ones, `unclaimed` (+) those of them
+    that were restored and that no replacement has claimed."""
 
     ready: bool
     blockers: list[Blocker] = []
@@ -79,6 +87,7 @@ class Report(Message):
     counts: dict[str, int] = {}
     restarts: list[str] = []
     episodes: list[str] | None = None
+    unclaimed: list[str] | None = None
 
 
 class Write(Message):

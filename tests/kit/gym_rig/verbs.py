@@ -60,6 +60,18 @@ def restore(
     return restored
 
 
+async def restore_built(
+    participant: Participant, records: Mapping[str, bytes], *keys: str, cell_attempt: int = 1
+) -> list[str]:
+    """`restore` for a participant whose records describe what has to be built first."""
+    gate = participant.gate
+    staged: Any = await participant.build(participant.read(records, plan_restore(keys, cell_attempt, {})))
+    gate.fence.raise_floor(cell_attempt)
+    restored = participant.install(staged)
+    gate.move(moved(gate.control, Input.RESTORE, "restore"))
+    return restored
+
+
 def start(participant: Participant, cell_attempt: int = 0) -> None:
     """Put a fresh participant into service without a restore."""
     participant.gate.fence.raise_floor(cell_attempt)
