@@ -314,7 +314,7 @@ class ResourcesParticipant(Participant):
     async def export(self, scope: Scope) -> dict[str, bytes]:
         if self.mode == "restart_only":
             return {}
-        wanted = [session for session in self._sessions if self._exportable(session, scope)]
+        wanted = [session for session in self._sessions.values() if self._exportable(session, scope)]
         states: States = {}
         if self.mode == "exported":
             await self._unparked()
@@ -368,7 +368,7 @@ class ResourcesParticipant(Participant):
         return installed
 
     def uninstall(self) -> None:
-        sessions = list(self._sessions)
+        sessions = self._sessions.values()
         for session in sessions:
             session.ended = True
         self._sessions.clear()
@@ -382,7 +382,7 @@ class ResourcesParticipant(Participant):
         )
 
     async def park(self) -> None:
-        sessions = [session.id for session in self._sessions if not session.ended]
+        sessions = [session.id for session in self._sessions.values() if not session.ended]
         self._parking = asyncio.ensure_future(self.hooks.park(sessions))
         await asyncio.shield(self._parking)
 
@@ -391,7 +391,7 @@ class ResourcesParticipant(Participant):
             await asyncio.wait([self._parking])
 
     def unpark(self) -> None:
-        parking, sessions = self._parking, [session.id for session in self._sessions if not session.ended]
+        parking, sessions = self._parking, [session.id for session in self._sessions.values() if not session.ended]
 
         async def unpark() -> None:
             if parking is not None:

@@ -40,8 +40,11 @@ class SessionTable:
         self._by_rollout: defaultdict[str, set[ToolSession]] = defaultdict(set)
         self._ended: OrderedDict[tuple[str, str], None] = OrderedDict()
 
-    def __iter__(self) -> Iterator[ToolSession]:
-        return iter(list(self._by_id.values()))
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._by_id))
+
+    def values(self) -> list[ToolSession]:
+        return list(self._by_id.values())
 
     def __len__(self) -> int:
         return len(self._by_id)
