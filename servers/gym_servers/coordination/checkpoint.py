@@ -64,6 +64,7 @@ class Checkpoint:
         self._restarts: set[str] = set()
         self._paused_at = self._pause = 0.0
         self._commits: dict[str, m.CommitReply] = {}
+        self._asked = False  # records may have been written: from here on a failure leaves a tombstone
         self._scope: list[str] = []
         self._left_out: set[str] = set()
         self._writing = False
@@ -125,6 +126,7 @@ class Checkpoint:
     # ---- prepare ------------------------------------------------------------------------------------------
 
     async def _prepare(self) -> tuple[list[str], list[str]]:
+        await together(*(self._free(client) for client in self._clients))
         deadline = self._wall() + self._request.prepare_timeout
         self._paused_at = time.monotonic()
         exportable: set[str] = set()
@@ -154,6 +156,16 @@ class Checkpoint:
         self._left_out = exportable - self._restarts - scope
         return sorted(scope), sorted(live - scope)
 
+    async def _free(self, client: ParticipantClient) -> None:
+        """Wait, with everybody still at work, for what an earlier checkpoint left being written."""
+        give_up = self._wall() + self._request.prepare_timeout
+        while (write := (await client.status_by(give_up)).write) is not None and write.state == "writing":
+            if self._wall() >= give_up:
+                raise CheckpointFailed(
+                    "PrepareTimeout", f"{client.name} still writes the records of {write.checkpoint_id}"
+                )
+            await asyncio.sleep(POLL_SECONDS)
+
     async def _prepare_one(self, client: ParticipantClient, deadline: float) -> m.Report:
         status = await client.status_by(deadline)
         pinned = self._request.sessions.get(client.name)
@@ -181,6 +193,7 @@ class Checkpoint:
             stop=self._request.stop,
             background=not self._request.stop,
         )
+        self._asked = True
         replies = await together(*(self._commit_one(client, request) for client in self._clients))
         self._commits = {client.name: reply for client, reply in zip(self._clients, replies, strict=True)}
 
@@ -312,7 +325,7 @@ class Checkpoint:
         """Resume everybody and write the tombstone. What stands is the truth: a publication whose answer was lost is
         one all the same. Raises the failure otherwise."""
         await self._resume(seconds)
-        if not self._commits:
+        if not self._asked:
             raise failure
         try:
             landed = await asyncio.to_thread(give_up, self._store, self._request, str(failure), self._wall())

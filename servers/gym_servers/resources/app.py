@@ -91,7 +91,10 @@ def create_app(
         body = await _json(request)
 
         async def score(session: ToolSession) -> dict[str, Any]:
-            return await server.verify(session.id, body)
+            try:
+                return await server.verify(session.id, body)
+            except ValueError as error:
+                raise ProtocolError("invalid_request", f"the row to verify: {error}") from error
 
         session_id, episode, digest = request.session.get("session_id"), current_episode(), digest_of(body)
         # A name that no header can spell: the same verify again is answered, another one is another call.
