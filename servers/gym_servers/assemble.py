@@ -110,12 +110,15 @@ def _resources(settings: ServerSettings, gate: Gate, _: Peers, secret: str) -> _
         raise SettingsError(f"{settings.server!r} is not a subclass of gym_servers.resources.server.ResourcesServer")
     config = dict(settings.config)
     journal = open_journal(config.pop("journal", None))
+    mcp = config.pop("mcp", False)
+    if not isinstance(mcp, bool):
+        raise SettingsError(f"server {settings.name}: `config.mcp` is true or false")
     try:
         server = kind(config)
     except (TypeError, ValueError) as error:
         raise SettingsError(f"server {settings.name}: `config`: {error}") from error
     participant = participant_of(gate, server)
-    return participant, create_app(participant, server, journal, settings.name, secret), None
+    return participant, create_app(participant, server, journal, settings.name, secret, mcp=mcp), None
 
 
 def _model(settings: ServerSettings, gate: Gate, _: Peers, __: str) -> _Parts:

@@ -83,7 +83,8 @@ def _end(server: Server | None) -> None:
     parking = server.ending() if server is not None else None
     if parking is None:
         os._exit(0)
-    asyncio.ensure_future(parking).add_done_callback(lambda _: os._exit(0))
+    else:
+        asyncio.ensure_future(parking).add_done_callback(lambda _: os._exit(0))
 
 
 def _report(task: asyncio.Future[None]) -> None:

@@ -6,12 +6,14 @@ import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from gym_rig.stub import GRACE, Control, Refused
 from gym_rig.virtual import settle
+from gym_servers import serve
 from gym_servers.protocol.identity import Episode
 from gym_servers.protocol.phases import Phase
 from gym_servers.storage.directory import DirectoryStore
@@ -228,6 +230,26 @@ async def test_a_lease_that_expires_aborts_also_a_commit_that_stops(idle: Callab
     await asyncio.sleep(GRACE + 1)
     assert control.gate.is_open
     assert control.stub.resumes == 1
+
+
+@pytest.mark.parametrize("parks", [True, False])
+async def test_a_process_that_is_told_to_end_ends_at_once_or_when_it_has_parked(
+    monkeypatch: pytest.MonkeyPatch, parks: bool
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(serve.os, "_exit", ended.append)
+    parked = asyncio.Event()
+
+    async def park() -> None:
+        await parked.wait()
+
+    serve._end(SimpleNamespace(ending=lambda: park() if parks else None))  # type: ignore[arg-type]
+    if parks:
+        await asyncio.sleep(5)
+        assert ended == []
+        parked.set()
+        await settle()
+    assert ended[:1] == [0]
 
 
 # ---- what happens to others -------------------------------------------------------------------------------

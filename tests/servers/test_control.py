@@ -629,6 +629,19 @@ async def test_retire_and_forget_never_touch_an_open_checkpoint(idle: Callable[[
     await control.call(verb, "v", **VERBS[verb])
 
 
+async def test_retire_and_forget_are_for_a_process_in_service_or_restored(
+    fresh: Callable[[], Control], tmp_path: Path
+) -> None:
+    await written(Control(tmp_path, coordinated=False))
+    control = fresh()
+    for verb in ("retire", "forget"):
+        await refused(control.call(verb, "v", **VERBS[verb]), "invalid_phase")
+    await control.restore(episode_ids=["r", "s"])
+    assert (await control.call("retire", "v", episode_ids=["s-a1"]))["retired"] == ["s-a1"]
+    assert (await control.call("forget", "v", rollout_ids=["s"]))["forgotten"] == ["s"]
+    assert control.gate.phase is Phase.RESTORED
+
+
 # ---- status -----------------------------------------------------------------------------------------------
 
 

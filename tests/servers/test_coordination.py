@@ -73,6 +73,58 @@ async def to_the_end(rig: Rig, rollouts: int = 3, continued: int | None = None) 
         assert counted.continued == continued
 
 
+# ---- the order of things ----------------------------------------------------------------------------------
+
+
+async def test_verbs_go_in_their_order_and_stop_at_the_first_stage_that_is_not_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with collecting(tmp_path) as rig:
+        once, asked = ParticipantClient._once, list[tuple[str, str]]()
+
+        async def noted(self: ParticipantClient, method: str, verb: str, *arguments: Any) -> Any:
+            asked.append((verb, self.kind))
+            return await once(self, method, verb, *arguments)
+
+        def order(verb: str) -> list[str]:
+            return [kind for one, kind in asked if one == verb]
+
+        monkeypatch.setattr(ParticipantClient, "_once", noted)
+        await checkpoint(rig, "one").take()
+        forward = ["collection", "environment", "model", "agent", "resources"]
+        assert order("prepare") == forward
+        assert order("resume") == forward[::-1]
+        verbs = [verb for verb, _ in asked if verb != "status"]
+        assert verbs == ["prepare"] * 5 + ["commit"] * 5 + ["renew"] * 5 + ["resume"] * 5
+        asked.clear()
+        plane = rig.processes_by_name["policy"].plane
+        assert plane is not None
+        monkeypatch.setattr(plane._retires, "blockers", lambda: [m.Blocker(id="x", where="retire", age_seconds=3)])
+        with pytest.raises(CheckpointFailed, match="policy was not ready"):
+            await checkpoint(rig, "two", prepare_timeout=1).take()
+        assert order("prepare") == ["collection", "environment", "model"]
+        assert order("resume") == ["model", "environment", "collection"]
+        assert order("commit") == []
+
+
+async def test_an_episode_in_scope_that_the_environment_does_not_export_is_recorded_as_not_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with collecting(tmp_path) as rig:
+        first, *others = live(rig)
+        env = rig.participant("env")
+        export = env.export
+
+        async def less(scope: Any) -> Any:
+            return {key: data for key, data in (await export(scope)).items() if key != first}
+
+        monkeypatch.setattr(env, "export", less)
+        landed = (await checkpoint(rig).take()).publication
+        assert (landed.scope, landed.episodes, landed.not_started) == ([first, *others], others, [first])
+        rig.kill("agent")
+        await to_the_end(rig, continued=2)
+
+
 # ---- stop -------------------------------------------------------------------------------------------------
 
 

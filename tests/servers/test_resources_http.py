@@ -17,6 +17,7 @@ from gym_servers.participants.gate import Gate
 from gym_servers.protocol import headers
 from gym_servers.resources.app import MAX_SESSION_ID, create_app, participant_of
 from gym_servers.resources.counter import CounterServer
+from gym_servers.resources.mcp import TOKEN_HEADER
 from gym_servers.resources.multiple_choice import MultipleChoiceServer
 from gym_servers.resources.server import ResourcesServer
 
@@ -38,12 +39,12 @@ class Journal:
 class Client:
     """A server and a client of it. Cookies are carried by hand, as callers of this API do."""
 
-    def __init__(self, server: ResourcesServer, *, enabled: bool = True) -> None:
+    def __init__(self, server: ResourcesServer, *, enabled: bool = True, mcp: bool = False) -> None:
         self.server, self.journal = server, Journal()
         self.participant = participant_of(Gate(enabled=enabled, clock=now), server)
         if enabled:
             start(self.participant)
-        app = create_app(self.participant, server, self.journal, "tools", "secret")
+        app = create_app(self.participant, server, self.journal, "tools", "secret", mcp=mcp)
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://tools")
         self.jar: dict[str, str] = {}
 
@@ -279,3 +280,76 @@ async def test_the_counters_states_are_all_valid_or_none_is_built() -> None:
         await server.export_session_states(["a"])
     for _ in range(2):
         await server.retire_session_state("kept")
+
+
+# ---- tool tokens ------------------------------------------------------------------------------------------
+
+
+async def rpc(client: Client, token: str, method: str, **params: Any) -> Any:
+    body = {"jsonrpc": "2.0", "id": 7, "method": method, "params": params}
+    response = await client.post("/mcp", body, key=None, **{TOKEN_HEADER: token})
+    reply = response.json()
+    return reply["result"] if response.is_success else reply["error"]["code"]
+
+
+async def granted(client: Client, attempt: int = 0) -> str:
+    key = "r" if attempt == 0 else f"r-a{attempt}"
+    grant = (await client.ok("/seed_session", ROW, key=key))["mcp"]
+    assert (grant["server_name"], grant["url_path"]) == ("tools", "/mcp")
+    return str(grant["headers"][TOKEN_HEADER])
+
+
+async def test_a_tool_token_calls_the_tools_of_its_session() -> None:
+    async with counter(mcp=True) as client:
+        token = await granted(client)
+        hello = await rpc(client, token, "initialize", protocolVersion="2025-03-26")
+        assert (hello["protocolVersion"], hello["capabilities"]) == ("2025-03-26", {"tools": {}})
+        names = [tool["name"] for tool in (await rpc(client, token, "tools/list"))["tools"]]
+        assert names == ["increment_counter", "get_counter_value"]
+        await rpc(client, token, "tools/call", name="increment_counter", arguments={"count": 5})
+        reply = await rpc(client, token, "tools/call", name="get_counter_value")
+        assert reply == {"content": [{"type": "text", "text": '{"count": 15}'}], "isError": False}
+        for wrong in ({"name": "no_such_tool"}, {"name": "increment_counter", "arguments": {"count": "x"}}):
+            assert (await rpc(client, token, "tools/call", **wrong))["isError"]
+        notification = {"jsonrpc": "2.0", "method": "notifications/initialized"}
+        assert (await client.post("/mcp", notification, key=None, **{TOKEN_HEADER: token})).status_code == 202
+        for body in ([], {"id": 1}, {"id": 1, "method": 3}):
+            assert (await client.post("/mcp", body, key=None, **{TOKEN_HEADER: token})).status_code == 400
+
+
+async def test_a_tool_token_of_a_replaced_or_retired_attempt_stops_working() -> None:
+    async with counter(mcp=True) as client:
+        call = {"name": "increment_counter", "arguments": {"count": 1}}
+        old = await granted(client)
+        new = await granted(client, 1)
+        assert await rpc(client, old, "tools/call", **call) == "stale_attempt"
+        assert not (await rpc(client, new, "tools/call", **call))["isError"]
+        client.participant.gate.fence.mark("r", 1)
+        assert await rpc(client, new, "tools/call", **call) == "stale_attempt"
+        assert client.journal.kinds() == ["seed", "seed", "effect"]
+
+
+async def test_a_tool_token_of_a_closed_session_is_a_lost_session() -> None:
+    async with counter(mcp=True) as client:
+        token = await granted(client)
+        await client.ok("/close_session", {})
+        assert await rpc(client, token, "tools/call", name="get_counter_value") == "session_lost"
+
+
+@pytest.mark.parametrize("token", ["", "x", "WyJzIiwiciJd.forged"])
+async def test_a_token_that_was_not_granted_is_unauthorized(token: str) -> None:
+    async with counter(mcp=True) as client:
+        await granted(client)
+        (cookie,) = client.jar.values()
+        for one in (token, cookie):
+            assert await rpc(client, one, "tools/list") == "unauthorized"
+
+
+async def test_whoever_is_granted_a_token_restarts_and_nobody_is_where_it_is_not_asked_for() -> None:
+    async with counter(mcp=True) as client:
+        assert (await client.post("/seed_session", ROW)).headers[headers.RESTART] == "counter"
+    async with counter() as client:
+        response = await client.post("/seed_session", ROW)
+        assert headers.RESTART not in response.headers
+        assert "mcp" not in response.json()
+        assert (await client.post("/mcp", {})).status_code == 404

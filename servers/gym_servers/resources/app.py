@@ -21,6 +21,7 @@ from gym_servers.protocol import headers
 from gym_servers.protocol.digests import digest_of
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.identity import Episode, InvalidIdentity
+from gym_servers.resources.mcp import Tokens, add_mcp
 from gym_servers.resources.metrics import aggregate
 from gym_servers.resources.server import ResourcesServer, ToolCall, journal_identity
 
@@ -42,13 +43,22 @@ def participant_of(gate: Gate, server: ResourcesServer) -> ResourcesParticipant:
 
 
 def create_app(
-    participant: ResourcesParticipant, server: ResourcesServer, journal: Journal, instance: str, secret: str
+    participant: ResourcesParticipant,
+    server: ResourcesServer,
+    journal: Journal,
+    instance: str,
+    secret: str,
+    *,
+    mcp: bool = False,
 ) -> FastAPI:
+    """The data application. With `mcp` each seed grants a tool token, which no checkpoint can carry on: its episodes
+    start over."""
     gate = participant.gate
     app = base_app(server.name, lambda: gate.is_open or gate.checkpoint_open)
     cookie = cookie_name(type(server).__name__, instance)
     app.add_middleware(SessionMiddleware, secret_key=secret, session_cookie=cookie, max_age=None)
     tools = server.tools()
+    tokens = Tokens(secret)
 
     @app.post("/seed_session")
     async def seed_session(request: Request, response: Response) -> dict[str, Any]:
@@ -73,11 +83,12 @@ def create_app(
             begun=begun,
         )
         request.session["session_id"] = session.id
-        if server.checkpoint_mode == "restart_only":
+        if server.checkpoint_mode == "restart_only" or mcp:
             response.headers[headers.RESTART] = server.name
         if server.verify_replays:
             response.headers[headers.VERIFY] = "replay"
-        return {"resources_session_id": session.id, "resources_tools": None, "sandbox_access": None}
+        granted = {"mcp": tokens.grant(instance, session)} if mcp else {}
+        return {"resources_session_id": session.id, "resources_tools": None, "sandbox_access": None, **granted}
 
     @app.post("/close_session")
     async def close_session(request: Request) -> dict[str, Any]:
@@ -109,6 +120,15 @@ def create_app(
     @app.post("/aggregate_metrics")
     async def aggregate_metrics(request: Request) -> dict[str, Any]:
         return aggregate((await _json(request)).get("verify_responses") or [])
+
+    async def call_by_token(session_id: str, episode: Episode | None, tool: str, arguments: dict[str, Any]) -> Any:
+        async def work(session: ToolSession) -> Any:
+            return await tools[tool](ToolCall(session, tool, None, journal, instance), arguments)
+
+        return await participant.call(session_id, episode, tool, work)
+
+    if mcp:
+        add_mcp(app, instance, tokens, server.tool_schemas(), call_by_token)
 
     @app.post("/{tool}")
     async def call_tool(tool: str, request: Request) -> Response:

@@ -70,6 +70,10 @@ class ResourcesServer:
         """Tool name -> handler. Handlers get JSON arguments and return JSON; ValueError is shown to the model."""
         return {}
 
+    def tool_schemas(self) -> Mapping[str, Mapping[str, Any]]:
+        """Tool name -> JSON schema of its arguments, for those who ask over MCP."""
+        return {name: {"type": "object"} for name in self.tools()}
+
     async def seed(self, session_id: str, task_data: Mapping[str, Any]) -> None:
         """Begin a session from a task's row. ValueError for a row that is not usable. What a seed that fails has
         begun is freed by `retire_session_state`."""
