@@ -15,7 +15,7 @@ from gym_rig.stub import GRACE, Control, Refused, Stub, answer
 from gym_rig.virtual import settle
 from gym_servers.participants.base import Survey
 from gym_servers.protocol.identity import Episode
-from gym_servers.protocol.messages import MAX_BLOCKERS
+from gym_servers.protocol.messages import MAX_BLOCKERS, Status
 from gym_servers.protocol.phases import Phase
 from gym_servers.storage.directory import DirectoryStore
 
@@ -748,6 +748,13 @@ async def test_restarts_and_episodes_are_never_capped(
     monkeypatch.setattr(Stub, "survey", lambda self: Survey((), {}, restarts=many, episodes=many))
     report = (await control.call("prepare"))["report"]
     assert (len(report["restarts"]), len(report["episodes"])) == (5000, 5000)
+
+
+async def test_an_answer_may_say_more_than_its_reader_knows(idle: Callable[[], Control]) -> None:
+    """A coordinator and its participants are not upgraded at the same moment."""
+    status = await idle().status()
+    status["report"]["news"] = status["news"] = 1
+    assert Status.model_validate(status).phase == "idle"
 
 
 async def test_c16_a_manifest_of_another_instance_is_never_restored(tmp_path: Path) -> None:

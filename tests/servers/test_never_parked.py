@@ -158,10 +158,10 @@ class Walk(RuleBasedStateMachine):
             self.plane.prepare(m.PrepareRequest(checkpoint_id=checkpoint_id, deadline_ts=self._deadline(seconds)))
         )
 
-    @rule(checkpoint_id=IDS, background=st.booleans())
-    def commit(self, checkpoint_id: str, background: bool) -> None:
+    @rule(checkpoint_id=IDS, how=st.sampled_from([{}, {"background": True}, {"stop": True}]))
+    def commit(self, checkpoint_id: str, how: dict[str, bool]) -> None:
         request = m.CommitRequest(
-            checkpoint_id=checkpoint_id, deadline_ts=self._deadline(), checkpoint_dir="x", background=background
+            checkpoint_id=checkpoint_id, deadline_ts=self._deadline(), checkpoint_dir="x", **how
         )
         self._do(self.plane.commit(request))
 
@@ -175,6 +175,11 @@ class Walk(RuleBasedStateMachine):
         self._do(
             self.plane.retire(m.RetireRequest(checkpoint_id="v", deadline_ts=self._deadline(), episode_ids=[key]))
         )
+
+    @rule()
+    def told_to_end(self) -> None:
+        """After a commit with stop its sessions are parked; whether it ends is another matter."""
+        self._do(self.plane.parking())
 
     @rule(rollout=ROLLOUTS)
     def ask(self, rollout: str) -> None:

@@ -682,6 +682,19 @@ async def test_c15_a_replayed_seed_after_a_restore_finds_the_restored_session() 
     assert tools.values == {"another": 0}
 
 
+async def test_a_record_of_before_seeds_were_remembered_answers_a_replayed_seed(tmp_path: Path) -> None:
+    first = Tools()
+    await first.seed()
+    record = json.loads((await checkpoint(first.participant))["s"])
+    for field in ("seed", "touched"):
+        del record[field]
+    second = Tools(started=False)
+    await restore_built(second.participant, {"s": json.dumps(record).encode()}, "r")
+    resume(second.participant, "restore")
+    await second.seed("s", R1)
+    assert (second.values, begun(second)) == ({"s": 0}, [])
+
+
 @pytest.mark.parametrize("episode", [None, R0, Episode("r", 2)])
 async def test_a_call_on_a_restored_session_must_name_its_attempt(episode: Episode | None) -> None:
     tools = await restored()

@@ -127,7 +127,7 @@ class ResourcesParticipant(Participant):
             return None
         if known.episode != episode:
             raise ProtocolError("checkpoint_conflict", f"session {session_id} is another episode's")
-        if known.seed != digest:
+        if known.seed and known.seed != digest:
             raise ProtocolError("checkpoint_conflict", f"session {session_id} was seeded with another row")
         return known
 

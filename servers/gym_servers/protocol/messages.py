@@ -1,4 +1,5 @@
-"""Bodies of the control API (`/ng-control/v1/checkpoint`). Unknown fields are rejected, sizes are bounded.
+"""Bodies of the control API (`/ng-control/v1/checkpoint`). Unknown fields of a request are refused and its
+sizes are bounded.
 
 `deadline_ts` is absolute Unix time in seconds; a receiver turns it into monotonic time at once. Fields that
 extend the partial-rollout control API of NeMo Gym have defaults, so that a foreign coordinator works unchanged.
@@ -18,11 +19,17 @@ CaptureKey = Annotated[str, StringConstraints(min_length=1, max_length=240)]
 RolloutId = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 
 
-class Message(BaseModel):
+class Answer(BaseModel):
+    """What a participant says. A newer one may say more than its coordinator knows."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class Verb(BaseModel):
+    """What every request says."""
+
     model_config = ConfigDict(extra="forbid")
 
-
-class Verb(Message):
     checkpoint_id: CheckpointId
     deadline_ts: float = Field(gt=0, allow_inf_nan=False)
 
@@ -69,7 +76,7 @@ class ForgetRequest(Verb):
     rollout_ids: list[RolloutId] = Field(min_length=1)
 
 
-class Blocker(Message):
+class Blocker(Answer):
     """What a checkpoint waits for: `id` is an episode or session, `where` the step it is in."""
 
     id: str
@@ -77,7 +84,7 @@ class Blocker(Message):
     age_seconds: float
 
 
-class Report(Message):
+class Report(Answer):
     """A participant's readiness. `episodes` (environment only) are the exportable ones, `unclaimed` (+) those of them
     that were restored and that no replacement has claimed."""
 
@@ -90,7 +97,7 @@ class Report(Message):
     unclaimed: list[str] | None = None
 
 
-class Write(Message):
+class Write(Answer):
     """A write that goes on behind the reply of a background commit."""
 
     checkpoint_id: str
@@ -101,7 +108,7 @@ class Write(Message):
     detail: str = ""
 
 
-class Status(Message):
+class Status(Answer):
     kind: str
     instance: str
     session: str
@@ -119,16 +126,16 @@ class Status(Message):
     problem: str = ""  # (+) what keeps the process from its work, for people
 
 
-class PhaseReply(Message):
+class PhaseReply(Answer):
     phase: str
     report: Report | None = None
 
 
-class RenewReply(Message):
+class RenewReply(Answer):
     lease_expires_at: float
 
 
-class CommitReply(Message):
+class CommitReply(Answer):
     phase: str
     manifest_digest: str | None  # None: still being written; status tells
     episodes: list[str]
@@ -136,15 +143,15 @@ class CommitReply(Message):
     bytes: int
 
 
-class RestoreReply(Message):
+class RestoreReply(Answer):
     phase: str
     source_checkpoint_id: str
     restored: list[str]
 
 
-class RetireReply(Message):
+class RetireReply(Answer):
     retired: list[str]
 
 
-class ForgetReply(Message):
+class ForgetReply(Answer):
     forgotten: list[str]
