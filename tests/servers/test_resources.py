@@ -36,6 +36,7 @@ class Tools:
         self.turnstile = asyncio.Semaphore(1000)
         self.parked: set[str] = set()
         self.failing: str | None = None
+        self.freeing = asyncio.Semaphore(1000)
         hooks = Hooks(self.export, self.restore, self.retire, self.park, self.unpark)
         self.participant = ResourcesParticipant(Gate(clock=now), mode, hooks)
         if started:
@@ -54,6 +55,7 @@ class Tools:
 
     async def retire(self, session_id: str) -> None:
         self.log.append(f"retire {session_id}")
+        await self.freeing.acquire()
         self.values.pop(session_id, None)
 
     async def park(self, ids: Sequence[str]) -> None:
@@ -611,6 +613,39 @@ async def test_a_higher_attempt_that_waits_for_the_lower_one_never_deadlocks_a_c
     await asyncio.gather(*running, return_exceptions=True)
 
 
+async def test_what_is_being_freed_is_not_exported() -> None:
+    tools = Tools()
+    await tools.seed("s0", R0)
+    tools.freeing = asyncio.Semaphore(0)
+    seeding = asyncio.create_task(tools.seed("s1", R1))
+    await settle()
+    assert prepare(tools.participant)
+    assert await commit(tools.participant) == {}
+    tools.freeing.release()
+    resume(tools.participant)
+    await seeding
+    assert tools.values == {"s1": 0}
+
+
+async def test_a_seed_that_replaces_a_session_never_waits_for_a_call_that_waits_for_its_checkpoint() -> None:
+    """The seed holds the checkpoint up, the checkpoint the call, and the call must not hold the session."""
+    tools = Tools()
+    await tools.seed("s")
+    tools.hold()
+    running = [asyncio.create_task(tools.add(f"c{n}")) for n in range(2)]
+    seeding = asyncio.create_task(tools.seed("s2"))
+    await settle()
+    prepare(tools.participant)
+    for _ in range(2):
+        tools.turnstile.release()
+    await seeding
+    assert ready(tools.participant)
+    resume(tools.participant)
+    assert await running[0] == 1
+    assert await code(running[1]) == "session_lost"
+    assert tools.values == {"s2": 0}
+
+
 async def test_a_refused_call_fences_nothing() -> None:
     """It names an attempt that nobody seeded: the live one goes on."""
     tools = Tools()
@@ -806,6 +841,24 @@ async def test_an_expired_restore_frees_every_session_before_the_next_one_builds
     await plane.restore(restoring(tmp_path, "again"))
     assert tools.values == {"s": 5, "o": 0}
     assert {"retire s", "retire o"} <= set(tools.log)
+
+
+async def test_a_restore_waits_for_what_the_one_before_it_still_frees(tmp_path: Path) -> None:
+    """Its sessions have the same names: freed late, the new ones would be gone."""
+    await stored(tmp_path)
+    tools = Tools(started=False)
+    plane = control(tools, tmp_path)
+    await plane.restore(restoring(tmp_path))
+    tools.freeing = asyncio.Semaphore(0)
+    await asyncio.sleep(61)
+    again = asyncio.create_task(plane.restore(restoring(tmp_path, "again")))
+    await asyncio.sleep(5)
+    assert not again.done()
+    for _ in range(2):
+        tools.freeing.release()
+    assert (await again).restored == ["o-a1", "r-a1"]
+    await settle()
+    assert tools.values == {"s": 5, "o": 0}
 
 
 # ---- a commit that stops ----------------------------------------------------------------------------------

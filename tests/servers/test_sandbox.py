@@ -104,11 +104,11 @@ def alive(pid: int) -> bool:
 
 async def until(condition: Callable[[], object]) -> None:
     """Wait for what another process does: in real time, in a thread, so that the virtual clock stands still."""
-    for _ in range(500):
+    for _ in range(2000):
         if condition():
             return
         await asyncio.to_thread(time.sleep, 0.01)
-    raise AssertionError("not in five seconds")
+    raise AssertionError("not in twenty seconds")
 
 
 # ---- commands ---------------------------------------------------------------------------------------------
