@@ -207,6 +207,12 @@ async def test_without_checkpoints_repeats_are_answered_too_and_calls_need_no_ep
             await client.ok("/seed_session", body, key=None)
         for _ in range(2):
             await client.ok("/increment_counter", {"count": 5}, key=None, **{headers.TOOL_CALL: "c"})
+        named = {"resources_session_id": "n", "episode_id": EPISODE, "task_data": ROW}
+        await client.ok("/seed_session", named, key=None)
+        assert await client.ok("/get_counter_value", {}, key=None) == {"count": 10}
+        await client.ok("/close_session", named, key=None)
+        assert client.sessions == 1
+        await client.ok("/seed_session", body, key=None)
         assert (await client.ok("/verify", ROW, key=None))["reward"] == 1.0
 
 
