@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Server:
-    """A process's parts. `background` runs beside the data application for as long as the process lives."""
+    """A process's parts. `background` runs beside the data application for as long as the process lives; `ending`
+    gives what is to be done before it ends, None where nothing is."""
 
     settings: ServerSettings
     participant: Participant
@@ -38,6 +39,7 @@ class Server:
     app: FastAPI
     peers: Peers
     background: Callable[[], Awaitable[None]] | None = None
+    ending: Callable[[], Coroutine[Any, Any, None] | None] = lambda: None
 
     def open_store(self, uri: str) -> ObjectStore:
         return open_store(uri, self.settings.storage.s3)
@@ -141,9 +143,15 @@ def _resources(settings: ServerSettings, gate: Gate, _: Peers, secret: str) -> _
         raise SettingsError(f"{settings.server!r} is not a subclass of gym_servers.resources.server.ResourcesServer")
     config = dict(settings.config)
     journal = open_journal(config.pop("journal", None))
-    server = kind(config)
+    mcp = config.pop("mcp", False)
+    if not isinstance(mcp, bool):
+        raise SettingsError(f"server {settings.name}: `config.mcp` is true or false")
+    try:
+        server = kind(config)
+    except (TypeError, ValueError) as error:
+        raise SettingsError(f"server {settings.name}: `config`: {error}") from error
     participant = participant_of(gate, server)
-    return participant, create_app(participant, server, journal, settings.name, secret), None
+    return participant, create_app(participant, server, journal, settings.name, secret, mcp=mcp), None
 
 
 def _model(settings: ServerSettings, gate: Gate, _: Peers, __: str) -> _Parts:

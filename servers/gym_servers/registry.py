@@ -11,13 +11,15 @@ KNOWN: Mapping[str, frozenset[str]] = {
     "environment": frozenset({"single-agent-turn", "legacy-agent"}),
     "agent": frozenset({"simple-agent", "scratch-agent"}),
     "model": frozenset({"scripted"}),
-    "resources": frozenset({"counter"}),
+    "resources": frozenset({"counter", "multiple-choice", "sandbox"}),
     "collection": frozenset({"collection"}),
 }
 _CLASSES = {
     "simple-agent": "gym_servers.agent.simple_agent:SimpleAgent",
     "scratch-agent": "gym_servers.agent.scratch_agent:ScratchAgent",
     "counter": "gym_servers.resources.counter:CounterServer",
+    "multiple-choice": "gym_servers.resources.multiple_choice:MultipleChoiceServer",
+    "sandbox": "gym_servers.resources.sandbox:SandboxServer",
 }
 OWN_CLASSES = frozenset({"agent", "resources"})  # kinds that a user may write
 

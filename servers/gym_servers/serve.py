@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 
 import uvicorn
 from fastapi import FastAPI
@@ -69,6 +70,7 @@ def prepare(settings: ServerSettings) -> tuple[list[uvicorn.Server], Server]:
         )
         control = control_app(plane, read_secret("GYM_CONTROL_TOKEN"))
         listeners.insert(0, listener(control, settings.host, settings.control_port))
+        server = replace(server, ending=plane.parking)
     return listeners, server
 
 
@@ -76,7 +78,7 @@ async def run(listeners: list[uvicorn.Server], server: Server | None = None) -> 
     """Run listeners, and a server's background work, until a signal or until one of them fails."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, os._exit, 0)
+        loop.add_signal_handler(number, _end, server)
     background = None
     if server is not None and server.background is not None:
         background = asyncio.ensure_future(server.background())
@@ -86,6 +88,15 @@ async def run(listeners: list[uvicorn.Server], server: Server | None = None) -> 
     finally:
         if background is not None:
             background.cancel()
+
+
+def _end(server: Server | None) -> None:
+    """At once, but for sessions that a commit with stop left to be parked."""
+    parking = server.ending() if server is not None else None
+    if parking is None:
+        os._exit(0)
+    else:
+        asyncio.ensure_future(parking).add_done_callback(lambda _: os._exit(0))
 
 
 def _report(task: asyncio.Future[None]) -> None:

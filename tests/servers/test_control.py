@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import pytest
 
 from gym_rig.stub import GRACE, Control, Refused, Stub, answer
 from gym_rig.virtual import settle
-from gym_servers.protocol.messages import MAX_BLOCKERS
+from gym_servers.participants.base import Survey
+from gym_servers.protocol.identity import Episode
+from gym_servers.protocol.messages import MAX_BLOCKERS, Status
 from gym_servers.protocol.phases import Phase
 from gym_servers.storage.directory import DirectoryStore
 
@@ -626,6 +629,19 @@ async def test_retire_and_forget_never_touch_an_open_checkpoint(idle: Callable[[
     await control.call(verb, "v", **VERBS[verb])
 
 
+async def test_retire_and_forget_are_for_a_process_in_service_or_restored(
+    fresh: Callable[[], Control], tmp_path: Path
+) -> None:
+    await written(Control(tmp_path, coordinated=False))
+    control = fresh()
+    for verb in ("retire", "forget"):
+        await refused(control.call(verb, "v", **VERBS[verb]), "invalid_phase")
+    await control.restore(episode_ids=["r", "s"])
+    assert (await control.call("retire", "v", episode_ids=["s-a1"]))["retired"] == ["s-a1"]
+    assert (await control.call("forget", "v", rollout_ids=["s"]))["forgotten"] == ["s"]
+    assert control.gate.phase is Phase.RESTORED
+
+
 # ---- status -----------------------------------------------------------------------------------------------
 
 
@@ -648,3 +664,104 @@ async def test_status_is_answered_at_once_whatever_waits(idle: Callable[[], Cont
 async def test_the_bytes_of_a_secret_are_in_no_reply(idle: Callable[[], Control]) -> None:
     control = idle()
     assert "the-token" not in (await control.http.get("/status")).text
+
+
+# ---- a retire that takes longer than its verb --------------------------------------------------------------
+
+
+async def test_a_retire_that_is_cut_short_is_a_blocker_until_it_is_done(idle: Callable[[], Control]) -> None:
+    control = idle()
+    control.stub.retiring.clear()
+    await refused(control.call("retire", "v", seconds=2, episode_ids=["r", "s-a1"]), "deadline_exceeded")
+    await asyncio.sleep(3)
+    report = (await control.status())["report"]
+    assert (report["ready"], report["blocker_count"]) == (False, 2)
+    assert sorted((b["id"], b["where"], round(b["age_seconds"])) for b in report["blockers"]) == [
+        ("r", "retire", 5),
+        ("s-a1", "retire", 5),
+    ]
+    reply = await control.call("prepare", seconds=1)
+    assert (reply["phase"], reply["report"]["blockers"][0]["where"]) == ("preparing", "retire")
+    waiting = asyncio.create_task(control.call("prepare"))
+    await settle()
+    control.stub.retiring.set()
+    assert (await waiting)["phase"] == "prepared"
+    assert control.stub.retired == [Episode("r", 0), Episode("s", 1)]
+    await control.call("resume")
+    assert (await control.status())["retired"] == 2
+
+
+async def test_a_repeated_retire_joins_what_is_under_way(idle: Callable[[], Control]) -> None:
+    control = idle()
+    control.stub.retiring.clear()
+    await refused(control.call("retire", "v", seconds=1, episode_ids=["r"]), "deadline_exceeded")
+    again = asyncio.create_task(control.call("retire", "v2", episode_ids=["r", "s"]))
+    await settle()
+    control.stub.retiring.set()
+    assert (await again)["retired"] == ["r", "s"]
+    assert sorted(control.stub.retired) == [Episode("r", 0), Episode("s", 0)]
+    assert (await control.status())["report"]["ready"]
+
+
+async def test_a_retire_that_fails_is_told_blocks_and_can_be_repeated(
+    idle: Callable[[], Control], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    control = idle()
+
+    async def broken(self: Stub, episodes: Any) -> None:
+        raise RuntimeError("a fault with a SECRET in it")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Stub, "retire", broken)
+        control.plane._retires._retire = control.stub.retire
+        error = await refused(control.call("retire", "v", episode_ids=["r"]), "checkpoint_error")
+    assert "RuntimeError" in error.detail
+    assert "SECRET" not in error.detail
+    assert (await control.call("prepare", seconds=1))["phase"] == "preparing"
+    await control.call("resume")
+    control.plane._retires._retire = control.stub.retire
+    await control.call("retire", "v", episode_ids=["r"])
+    assert (await control.call("prepare", "next"))["phase"] == "prepared"
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"\xff", b"[]", b'{"checkpoint_id": 3}', b"x" * 100_000])
+async def test_whatever_comes_without_the_token_is_unauthorized_before_it_is_read(
+    idle: Callable[[], Control], body: bytes
+) -> None:
+    control = idle()
+    del control.http.headers["authorization"]
+    for path in (*VERBS, "status", "no-such-verb"):
+        response = await control.http.post(f"/{path}", content=body, headers={"content-type": "application/json"})
+        assert (response.status_code, response.json()["error"]["code"]) == (401, "unauthorized"), path
+
+
+async def test_with_the_token_a_body_that_is_no_json_is_refused_as_such(idle: Callable[[], Control]) -> None:
+    response = await idle().http.post("/prepare", content=b"{", headers={"content-type": "application/json"})
+    assert (response.status_code, response.json()["error"]["code"]) == (422, "invalid_request")
+
+
+async def test_restarts_and_episodes_are_never_capped(
+    idle: Callable[[], Control], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    control = idle()
+    many = frozenset(f"e{n}" for n in range(5000))
+    monkeypatch.setattr(Stub, "survey", lambda self: Survey((), {}, restarts=many, episodes=many))
+    report = (await control.call("prepare"))["report"]
+    assert (len(report["restarts"]), len(report["episodes"])) == (5000, 5000)
+
+
+async def test_an_answer_may_say_more_than_its_reader_knows(idle: Callable[[], Control]) -> None:
+    """A coordinator and its participants are not upgraded at the same moment."""
+    status = await idle().status()
+    status["report"]["news"] = status["news"] = 1
+    assert Status.model_validate(status).phase == "idle"
+
+
+async def test_c16_a_manifest_of_another_instance_is_never_restored(tmp_path: Path) -> None:
+    """Two workers with state of their own are two participants: neither gets what the other kept."""
+    control = Control(tmp_path, coordinated=False)
+    await written(control)
+    other = Control(tmp_path)
+    other.plane.author = replace(other.plane.author, instance="other")
+    error = await refused(other.restore(), "invalid_checkpoint_state")
+    assert "environment/other" in error.detail

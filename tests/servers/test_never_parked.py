@@ -22,7 +22,8 @@ from gym_servers.participants.environment import EnvironmentParticipant, Live, U
 from gym_servers.participants.gate import Gate
 from gym_servers.participants.limits import Limits, OverLimit
 from gym_servers.participants.model import ModelParticipant
-from gym_servers.participants.resources import Hooks, ResourcesParticipant, ToolSession
+from gym_servers.participants.resources import Hooks, ResourcesParticipant
+from gym_servers.participants.tool_sessions import ToolSession
 from gym_servers.protocol import messages as m
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.identity import Episode
@@ -124,14 +125,14 @@ def resources(gate: Gate) -> tuple[Participant, Work]:
     async def nothing(*_: Any) -> Any:
         return {}
 
-    participant = ResourcesParticipant(gate, "stateless", Hooks(nothing, dict, lambda _: None, nothing))
+    participant = ResourcesParticipant(gate, "stateless", Hooks(nothing, nothing, nothing, nothing, nothing))
 
     async def tool(_: ToolSession) -> None:
         await asyncio.sleep(LONGEST_STEP)
 
     async def work(episode: Episode) -> None:
         session = f"s-{episode.key}"
-        await participant.seed(session, episode, lambda: asyncio.sleep(0.5))
+        await participant.seed(session, episode, lambda _: asyncio.sleep(0.5), digest="d", fresh_id="f")
         await asyncio.gather(*(participant.call(session, episode, "t", tool) for _ in range(2)))
         await participant.close(session, episode)
 
@@ -189,10 +190,10 @@ class Walk(RuleBasedStateMachine):
             self.plane.prepare(m.PrepareRequest(checkpoint_id=checkpoint_id, deadline_ts=self._deadline(seconds)))
         )
 
-    @rule(checkpoint_id=IDS, background=st.booleans())
-    def commit(self, checkpoint_id: str, background: bool) -> None:
+    @rule(checkpoint_id=IDS, how=st.sampled_from([{}, {"background": True}, {"stop": True}]))
+    def commit(self, checkpoint_id: str, how: dict[str, bool]) -> None:
         request = m.CommitRequest(
-            checkpoint_id=checkpoint_id, deadline_ts=self._deadline(), checkpoint_dir="x", background=background
+            checkpoint_id=checkpoint_id, deadline_ts=self._deadline(), checkpoint_dir="x", **how
         )
         self._do(self.plane.commit(request))
 
@@ -206,6 +207,11 @@ class Walk(RuleBasedStateMachine):
         self._do(
             self.plane.retire(m.RetireRequest(checkpoint_id="v", deadline_ts=self._deadline(), episode_ids=[key]))
         )
+
+    @rule()
+    def told_to_end(self) -> None:
+        """After a commit with stop its sessions are parked; whether it ends is another matter."""
+        self._do(self.plane.parking())
 
     @rule(rollout=ROLLOUTS)
     def ask(self, rollout: str) -> None:

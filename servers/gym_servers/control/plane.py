@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from gym_servers.control.lease import Lease
-from gym_servers.control.writes import Author, OpenStore, RecordWrite, read_back
-from gym_servers.participants.base import Participant, RestorePlan, Scope, plan_restore
+from gym_servers.control.retires import Retires
+from gym_servers.control.writes import Author, OpenStore, RecordWrite, check_written, read_back
+from gym_servers.participants.base import Participant, RestorePlan, Scope, Survey, plan_restore
 from gym_servers.protocol import messages as m
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.identity import InvalidIdentity, parse_key
@@ -26,11 +27,22 @@ log = logging.getLogger("gym_servers")
 
 T = TypeVar("T")
 
+PARK_SECONDS = 10.0  # for parking sessions at the end of a process: well within what its host grants it
+
 
 @dataclass(frozen=True)
 class _Commit:
     request: m.CommitRequest
     task: asyncio.Task[m.CommitReply]
+
+
+@dataclass(frozen=True)
+class _Read:
+    """Records on their way into the participant."""
+
+    source: str
+    marks: Mapping[str, int]
+    staged: Any
 
 
 class ControlPlane:
@@ -54,10 +66,11 @@ class ControlPlane:
         self._lease = Lease(grace, self._expired, wall)
         self._write: RecordWrite | None = None
         self._commit: _Commit | None = None
-        self._restored: tuple[str, m.RestoreReply] | None = None
+        self._restored: tuple[m.RestoreRequest, m.RestoreReply] | None = None
         self._restored_from: str | None = None
         self._restoring = asyncio.Lock()
-        self._retired = 0
+        self._retires = Retires(self.gate, participant.retire)
+        self._parked = False
 
     # ---- prepare ------------------------------------------------------------------------------------------
 
@@ -78,13 +91,12 @@ class ControlPlane:
             return self._over(generation) or self._ready()
 
         await self._until(request.deadline_ts, settled)
-        if self._over(generation):
-            raise ProtocolError("stale_checkpoint", f"checkpoint {request.checkpoint_id} was ended meanwhile")
+        self._require(generation, request.checkpoint_id)
         return m.PhaseReply(phase=self.gate.phase, report=self.report())
 
     def _ready(self) -> bool:
         """Readiness that was reached stays: what is parked cannot start again before resume."""
-        if self.gate.phase is Phase.PREPARING and self.participant.survey().ready:
+        if self.gate.phase is Phase.PREPARING and self._survey().ready:
             self.gate.move(moved(self.gate.control, Input.READY))
         return self.gate.phase is not Phase.PREPARING
 
@@ -94,32 +106,58 @@ class ControlPlane:
     # ---- commit -------------------------------------------------------------------------------------------
 
     async def commit(self, request: m.CommitRequest) -> m.CommitReply:
-        """Freeze the records in scope and write them; with `background` reply once they are frozen."""
+        """Freeze the records in scope and write them; with `background` reply once they are frozen.
+
+        Repeated it joins, or looks again at what was written; a commit that failed is carried out anew.
+        """
         verdict = judge(self.gate.control, Input.COMMIT, request.checkpoint_id)
         current = self._commit
-        if current is not None and current.request.checkpoint_id == request.checkpoint_id:
-            failed = current.task.done() and verdict is Verdict.PROCEED
-            same = request.model_copy(update={"deadline_ts": current.request.deadline_ts}) == current.request
-            if not failed and not same:
-                raise ProtocolError(
-                    "checkpoint_conflict", "this checkpoint is committed with another directory or scope"
-                )
-            if not failed:
-                return await self._joined(current, request)
-        current = _Commit(request, asyncio.ensure_future(self._freeze(request)))
-        self._commit = current
-        return await self._joined(current, request)
+        if current is None or current.request.checkpoint_id != request.checkpoint_id or _failed(current.task):
+            current = self._commit = _Commit(request, asyncio.ensure_future(self._carry_out(request)))
+            current.task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        elif current.request != request.model_copy(update={"deadline_ts": current.request.deadline_ts}):
+            raise ProtocolError("checkpoint_conflict", "this checkpoint is committed with another directory or scope")
+        reply = await self._before(request.deadline_ts, asyncio.shield(current.task))
+        if verdict is Verdict.REPEAT and self._write is not None and not self._write.running:
+            digest = (await self._write.result()).manifest_digest or ""
+            await self._before(
+                request.deadline_ts,
+                asyncio.to_thread(check_written, self._open_store, self.author, request.checkpoint_dir, digest),
+            )
+            reply = reply.model_copy(update={"manifest_digest": digest})
+        return reply
 
-    async def _joined(self, commit: _Commit, request: m.CommitRequest) -> m.CommitReply:
-        reply = await self._before(request.deadline_ts, asyncio.shield(commit.task))
-        if request.background or self._write is None:
-            return reply
-        write = await self._before(request.deadline_ts, self._write.result())
-        return reply.model_copy(update={"manifest_digest": write.manifest_digest})
-
-    async def _freeze(self, request: m.CommitRequest) -> m.CommitReply:
+    async def _carry_out(self, request: m.CommitRequest) -> m.CommitReply:
+        """Committed is what is frozen, with `background`, else what is durable: a write that fails leaves the
+        participant prepared."""
         generation = self.gate.control.generation
-        survey = self.participant.survey()
+        records, episodes = await self._freeze(request, generation)
+        write = self._write = RecordWrite(
+            self._open_store,
+            self.author,
+            request.checkpoint_id,
+            request.checkpoint_dir,
+            records,
+            episodes,
+            self.gate.fence.marks,
+            background=request.background,
+            seconds=self._remaining(request.deadline_ts),
+        )
+        digest = None
+        if not request.background:
+            digest = (await write.result()).manifest_digest
+            self._require(generation, request.checkpoint_id)
+        self.gate.move(moved(self.gate.control, Input.COMMIT))
+        return m.CommitReply(
+            phase=self.gate.phase,
+            manifest_digest=digest,
+            episodes=episodes,
+            records=len(records),
+            bytes=write.status.bytes,
+        )
+
+    async def _freeze(self, request: m.CommitRequest, generation: int) -> tuple[dict[str, bytes], list[str]]:
+        survey = self._survey()
         if not survey.ready:
             raise ProtocolError("checkpoint_error", f"no longer ready: {survey.blockers[0].where}")
         keys = frozenset(request.episode_ids) if request.episode_ids is not None else None
@@ -129,31 +167,16 @@ class ControlPlane:
             await self._before(
                 request.deadline_ts, asyncio.wait({export, ended}, return_when=asyncio.FIRST_COMPLETED)
             )
-            if self._over(generation):
-                raise ProtocolError("stale_checkpoint", f"checkpoint {request.checkpoint_id} was ended meanwhile")
+            self._require(generation, request.checkpoint_id)
             records = self._exported(export)
         finally:
             export.cancel()
             ended.cancel()
-        episodes = sorted(set(survey.episodes or ()) & set(records)) if survey.episodes is not None else []
-        self.gate.move(moved(self.gate.control, Input.COMMIT))
-        self._write = RecordWrite(
-            self._open_store,
-            self.author,
-            request.checkpoint_id,
-            request.checkpoint_dir,
-            records,
-            episodes,
-            background=request.background,
-            seconds=self._remaining(request.deadline_ts),
-        )
-        return m.CommitReply(
-            phase=self.gate.phase,
-            manifest_digest=None,
-            episodes=episodes,
-            records=len(records),
-            bytes=self._write.status.bytes,
-        )
+        return records, sorted(set(survey.episodes or ()) & set(records))
+
+    def _require(self, generation: int, checkpoint_id: str) -> None:
+        if self._over(generation):
+            raise ProtocolError("stale_checkpoint", f"checkpoint {checkpoint_id} was ended meanwhile")
 
     def _exported(self, export: asyncio.Task[dict[str, bytes]]) -> dict[str, bytes]:
         try:
@@ -168,44 +191,62 @@ class ControlPlane:
     # ---- restore, resume ----------------------------------------------------------------------------------
 
     async def restore(self, request: m.RestoreRequest) -> m.RestoreReply:
-        """Read and check every record off the event loop, then install them in one step, or none."""
+        """Read and check every record off the event loop, build what they need out of reach of everything, then
+        install all in one step, or none."""
         async with self._restoring:
             verdict = judge(self.gate.control, Input.RESTORE, request.checkpoint_id)
             if verdict is Verdict.REPEAT and self._restored is not None:
-                return self._restored[1]
+                known, reply = self._restored
+                if known != request.model_copy(update={"deadline_ts": known.deadline_ts}):
+                    raise ProtocolError(
+                        "checkpoint_conflict", "another directory or scope was restored under this id"
+                    )
+                return reply
             if request.cell_attempt < self.gate.fence.floor:
                 raise ProtocolError("stale_attempt", f"a later recovery than {request.cell_attempt} was here")
             try:
                 plan = plan_restore(request.episode_ids, request.cell_attempt, request.attempts)
             except InvalidIdentity as error:
                 raise ProtocolError("invalid_request", str(error)) from error
-
-            def read() -> tuple[str, object]:
-                manifest, records = read_back(
-                    self._open_store, self.author, request.checkpoint_dir, request.manifest_digest
-                )
-                return manifest.checkpoint_id, self._read(records, plan)
-
-            source, staged = await self._before(request.deadline_ts, asyncio.to_thread(read))
-            staged = await self._before(request.deadline_ts, self.participant.build(staged))
-            judge(self.gate.control, Input.RESTORE, request.checkpoint_id)
-            self.gate.fence.raise_floor(request.cell_attempt)
+            read = await self._before(request.deadline_ts, asyncio.to_thread(self._read, request, plan))
+            plan.check(read.marks)
+            staged = await self._before(request.deadline_ts, self._build(read.staged))
+            try:
+                judge(self.gate.control, Input.RESTORE, request.checkpoint_id)
+                self.gate.fence.raise_floor(request.cell_attempt)
+            except ProtocolError:
+                self.participant.discard(staged)
+                raise
+            self.gate.fence.restore(read.marks)
             restored = self.participant.install(staged)
             self.gate.move(moved(self.gate.control, Input.RESTORE, request.checkpoint_id))
             self._lease.renew()
-            reply = m.RestoreReply(phase=self.gate.phase, source_checkpoint_id=source, restored=sorted(restored))
-            self._restored, self._restored_from = (request.checkpoint_id, reply), request.checkpoint_id
+            reply = m.RestoreReply(phase=self.gate.phase, source_checkpoint_id=read.source, restored=sorted(restored))
+            self._restored, self._restored_from = (request, reply), request.checkpoint_id
             return reply
 
-    def _read(self, records: Mapping[str, bytes], plan: RestorePlan) -> object:
+    def _read(self, request: m.RestoreRequest, plan: RestorePlan) -> _Read:
+        manifest, records = read_back(self._open_store, self.author, request.checkpoint_dir, request.manifest_digest)
         try:
-            return self.participant.read(records, plan)
+            return _Read(manifest.checkpoint_id, manifest.marks, self.participant.read(records, plan))
         except ProtocolError:
             raise
         except Exception as error:
             log.exception("%s could not read its records", self.author.instance)
             raise ProtocolError(
                 "invalid_checkpoint_state", f"the records cannot be read: {type(error).__name__}"
+            ) from error
+
+    async def _build(self, read: Any) -> Any:
+        try:
+            return await self.participant.build(read)
+        except ProtocolError:
+            raise
+        except Exception as error:
+            # Not the records are refused: building what they describe failed, here and now.
+            log.exception("%s could not build what its records describe", self.author.instance)
+            raise ProtocolError(
+                "checkpoint_error", f"the records could not be installed: {type(error).__name__}"
             ) from error
 
     async def resume(self, request: m.ResumeRequest) -> m.PhaseReply:
@@ -227,6 +268,9 @@ class ControlPlane:
         if self._write is not None and not self._write.background:
             self._write.stop()
         self._commit = None
+        if self._parked:
+            self._parked = False
+            self.participant.unpark()
         self.gate.move(moved(self.gate.control, by, checkpoint_id))
         if self.gate.is_open:
             self.participant.resumed()
@@ -242,6 +286,22 @@ class ControlPlane:
             self._write.stop()
         self._reopen(Input.EXPIRE)
 
+    def parking(self) -> Coroutine[Any, Any, None] | None:
+        """What is to be done before this process may end: after a commit with `stop` its sessions are parked. None
+        where nothing is. A resume that comes first takes it back."""
+        commit = self._commit
+        if self.gate.phase is not Phase.COMMITTED or commit is None or not commit.request.stop:
+            return None
+        self._parked = True
+        return self._park()
+
+    async def _park(self) -> None:
+        try:
+            async with asyncio.timeout(PARK_SECONDS):
+                await self.participant.park()
+        except Exception:
+            log.exception("sessions of %s could not be parked", self.author.instance)  # they end with the process
+
     # ---- retire, forget, renew, status --------------------------------------------------------------------
 
     async def retire(self, request: m.RetireRequest) -> m.RetireReply:
@@ -253,8 +313,7 @@ class ControlPlane:
             raise ProtocolError("invalid_request", str(error)) from error
         for episode in episodes:
             self.gate.fence.mark(episode.rollout_id, episode.attempt)
-        await self._before(request.deadline_ts, self.participant.retire(episodes))
-        self._retired += len(episodes)
+        await self._before(request.deadline_ts, self._retires.carry_out(episodes))
         return m.RetireReply(retired=[episode.key for episode in episodes])
 
     async def forget(self, request: m.ForgetRequest) -> m.ForgetReply:
@@ -276,8 +335,13 @@ class ControlPlane:
         self._lease.renew()
         return m.RenewReply(lease_expires_at=self._lease.expires_at() or 0.0)
 
-    def report(self) -> m.Report:
+    def _survey(self) -> Survey:
+        """Also what a retire has still to free holds a checkpoint up."""
         survey = self.participant.survey()
+        return replace(survey, blockers=[*survey.blockers, *self._retires.blockers()])
+
+    def report(self) -> m.Report:
+        survey = self._survey()
         blockers = sorted(survey.blockers, key=lambda blocker: -blocker.age_seconds)
         return m.Report(
             ready=survey.ready,
@@ -286,6 +350,7 @@ class ControlPlane:
             counts=dict(survey.counts),
             restarts=sorted(survey.restarts),
             episodes=None if survey.episodes is None else sorted(survey.episodes),
+            unclaimed=None if survey.unclaimed is None else sorted(survey.unclaimed),
         )
 
     def status(self) -> m.Status:
@@ -301,7 +366,7 @@ class ControlPlane:
             lease_expires_at=self._lease.expires_at(),
             write=self._write.status if self._write is not None else None,
             report=self.report(),
-            retired=self._retired,
+            retired=self._retires.done,
             to_retire=self.participant.to_retire(),
             to_forget=self.participant.to_forget()[:1000],
             progress=self.participant.progress(),
@@ -326,3 +391,7 @@ class ControlPlane:
                 return await work
         except TimeoutError as error:
             raise ProtocolError("deadline_exceeded", "not done by the deadline; it can be asked again") from error
+
+
+def _failed(task: asyncio.Task[Any]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)

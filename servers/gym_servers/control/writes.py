@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.messages import Write
 from gym_servers.storage.manifest import CodeIdentity, Manifest, PackEntry, RecordEntry
-from gym_servers.storage.packs import load_manifest, load_records, pack_records, write_records
+from gym_servers.storage.packs import check_packs, load_manifest, load_records, pack_records, write_records
 from gym_servers.storage.store import ObjectStore, StorageError
 
 log = logging.getLogger("gym_servers")
@@ -48,6 +48,7 @@ class RecordWrite:
         uri: str,
         records: Mapping[str, bytes],
         episodes: list[str],
+        marks: Mapping[str, int],
         *,
         background: bool,
         seconds: float,
@@ -60,6 +61,7 @@ class RecordWrite:
             bytes=sum(map(len, records.values())),
         )
         self._stopped = threading.Event()
+        frozen = dict(marks)
 
         def manifest(packs: list[PackEntry], entries: list[RecordEntry]) -> Manifest:
             self._go_on()  # the last look before the manifest makes the records visible
@@ -70,6 +72,7 @@ class RecordWrite:
                 session=author.session,
                 code=author.code,
                 episodes=episodes,
+                marks=frozen,
                 packs=packs,
                 records=entries,
             )
@@ -119,6 +122,16 @@ class RecordWrite:
         if self.status.state != "done":
             raise ProtocolError("checkpoint_error", self.status.detail or "the write was stopped")
         return self.status
+
+
+def check_written(open_store: OpenStore, author: Author, uri: str, digest: str) -> None:
+    """What this participant wrote is still there. Blocks. Raises as read_back."""
+    try:
+        store = open_store(uri)
+        manifest, _ = load_manifest(store, author.directory, digest)
+        check_packs(store, manifest)
+    except StorageError as error:
+        raise ProtocolError("checkpoint_error", str(error)) from error
 
 
 def read_back(

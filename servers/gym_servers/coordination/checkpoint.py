@@ -4,19 +4,32 @@
 
 Records are frozen in memory while the cell is paused and written after it goes on. Whatever fails, every
 participant that was closed is resumed, and a tombstone keeps what was written from ever being published.
+
+With `stop` the cell does not go on: what is written is awaited and published while everybody stays closed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 
 from gym_servers.coordination.client import ParticipantClient, Unreachable
 from gym_servers.coordination.order import PREPARE, staged
-from gym_servers.coordination.verbs import leased, renew, resume_all, together
+from gym_servers.coordination.terms import (
+    FAILURES,
+    CheckpointFailed,
+    Outcome,
+    Progress,
+    Request,
+    Tell,
+    failure_of,
+    give_up,
+    tombstone,
+)
+from gym_servers.coordination.verbs import leased, renew, resume_all, retire_all, together
 from gym_servers.protocol import messages as m
 from gym_servers.protocol.digests import sha256
 from gym_servers.protocol.errors import ProtocolError
@@ -25,82 +38,14 @@ from gym_servers.storage.manifest import Member, Publication
 from gym_servers.storage.packs import load_manifest
 from gym_servers.storage.store import ObjectStore, StorageError
 
+__all__ = ["Checkpoint", "CheckpointFailed", "Outcome", "Progress", "Request", "Tell", "tombstone"]
+
+log = logging.getLogger("gym_servers")
+
 RESUME_SECONDS = 10.0  # for a resume after a failure; the lease is the second line
 DEATH_RESUME_SECONDS = 0.5  # for a resume before the processes are replaced: a courtesy, recovery does not wait
+RETIRE_SECONDS = 30.0  # for freeing what a published checkpoint leaves out
 POLL_SECONDS = 0.1  # between looks at a background write
-
-Phase = Literal["Preparing", "Committing", "Publishing"]
-
-
-@dataclass(frozen=True)
-class Request:
-    """What to take and where to put it. Timeouts and `lease_grace` are seconds; `sessions` pins the processes."""
-
-    checkpoint_id: str
-    name: str
-    uri: str
-    stack_uid: str
-    cell: int
-    cell_attempt: int
-    sequence: int
-    sessions: Mapping[str, str]
-    prepare_timeout: float = 60.0
-    commit_timeout: float = 120.0
-    lease_grace: float = 60.0
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where a checkpoint stands, for status and for people."""
-
-    phase: Phase
-    participants: Mapping[str, str] = field(default_factory=dict)
-    blockers: Sequence[tuple[str, m.Blocker]] = ()
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """A published checkpoint. `pause_seconds`: from the first prepare to the last resume."""
-
-    publication: Publication
-    uri: str
-    digest: str
-    pause_seconds: float
-
-    @property
-    def bytes(self) -> int:
-        return sum(member.bytes for member in self.publication.members)
-
-
-class CheckpointFailed(Exception):
-    """The checkpoint was given up. `reason` is one CamelCase word, the text says what happened and to whom.
-    `settled` is False where storage could not be told: the tombstone is still to be written."""
-
-    def __init__(
-        self, reason: str, message: str, blockers: Sequence[tuple[str, m.Blocker]] = (), *, settled: bool = True
-    ) -> None:
-        super().__init__(message)
-        self.reason = reason
-        self.blockers = blockers
-        self.settled = settled
-
-
-FAILURES = (ProtocolError, Unreachable, StorageError, CheckpointFailed)
-
-
-def _failure(error: Exception) -> CheckpointFailed:
-    match error:
-        case CheckpointFailed():
-            return error
-        case ProtocolError():
-            return CheckpointFailed("Refused", str(error))
-        case Unreachable():
-            return CheckpointFailed("ParticipantUnreachable", str(error))
-        case _:
-            return CheckpointFailed("StorageError", str(error))
-
-
-Tell = Callable[[Progress], Awaitable[None]]
 
 
 class Checkpoint:
@@ -119,9 +64,12 @@ class Checkpoint:
         self._restarts: set[str] = set()
         self._paused_at = self._pause = 0.0
         self._commits: dict[str, m.CommitReply] = {}
+        self._asked = False  # records may have been written: from here on a failure leaves a tombstone
         self._scope: list[str] = []
+        self._left_out: set[str] = set()
         self._writing = False
         self._publication: Publication | None = None
+        self.death = ""  # whose, and how it showed: set before `take` is cancelled for it
 
     async def take(self) -> Outcome:
         """Raises CheckpointFailed; when cancelled (a participant died) it publishes if everything is durable
@@ -131,7 +79,7 @@ class Checkpoint:
         except asyncio.CancelledError:
             return await self._after_death()
         except FAILURES as error:
-            return await self._give_up(_failure(error))
+            return await self._give_up(failure_of(error))
 
     async def _run(self) -> Outcome:
         await self._tell(Progress("Preparing", self._phases()))
@@ -140,25 +88,45 @@ class Checkpoint:
             await self._tell(Progress("Committing", self._phases()))
             await self._commit(self._scope, live)
             await self._renew_once()
+            if self._request.stop:
+                self._writing = True
+                return await self._publish(await self._written())
         problems = await self._resume()
         if problems:
             raise CheckpointFailed("ResumeFailed", "; ".join(problems.values()))
         self._writing = True
-        return await self._publish(await self._written())
+        outcome = await self._publish(await self._written())
+        await self._retire_left_out()
+        return outcome
+
+    @asynccontextmanager
+    async def held(self) -> AsyncIterator[None]:
+        """After `take` with `stop`: keep the participants closed for as long as the block runs. Without it their
+        leases run out and they go on by themselves."""
+        async with leased(lambda: self._closed, self._request.checkpoint_id, self._request.lease_grace):
+            yield
+
+    async def abort(self) -> dict[str, str]:
+        """After `take` with `stop`: the processes are not replaced after all, so they go on; name -> what went
+        wrong. The checkpoint stays published."""
+        return await self._resume()
 
     async def _after_death(self) -> Outcome:
-        failure = CheckpointFailed("ParticipantDied", "a participant died while the checkpoint was open")
+        failure = CheckpointFailed(
+            "ParticipantDied", self.death or "a participant died while the checkpoint was open"
+        )
         try:
             durable = await self._durable() if self._writing else None
             if durable is not None:
                 return await self._publish(durable)
         except FAILURES as error:
-            failure = _failure(error)
+            failure = failure_of(error)
         return await self._give_up(failure, DEATH_RESUME_SECONDS)
 
     # ---- prepare ------------------------------------------------------------------------------------------
 
     async def _prepare(self) -> tuple[list[str], list[str]]:
+        await together(*(self._free(client) for client in self._clients))
         deadline = self._wall() + self._request.prepare_timeout
         self._paused_at = time.monotonic()
         exportable: set[str] = set()
@@ -184,8 +152,19 @@ class Checkpoint:
                     f"{first.where} for {first.age_seconds:.1f} s ({len(blocked)} blockers)",
                     blocked,
                 )
-        scope = exportable - self._restarts
+        scope = {key for key in exportable - self._restarts if self._request.keeps(key)}
+        self._left_out = exportable - self._restarts - scope
         return sorted(scope), sorted(live - scope)
+
+    async def _free(self, client: ParticipantClient) -> None:
+        """Wait, with everybody still at work, for what an earlier checkpoint left being written."""
+        give_up = self._wall() + self._request.prepare_timeout
+        while (write := (await client.status_by(give_up)).write) is not None and write.state == "writing":
+            if self._wall() >= give_up:
+                raise CheckpointFailed(
+                    "PrepareTimeout", f"{client.name} still writes the records of {write.checkpoint_id}"
+                )
+            await asyncio.sleep(POLL_SECONDS)
 
     async def _prepare_one(self, client: ParticipantClient, deadline: float) -> m.Report:
         status = await client.status_by(deadline)
@@ -211,10 +190,23 @@ class Checkpoint:
             checkpoint_dir=self._request.uri,
             episode_ids=scope,
             live=live,
-            background=True,
+            stop=self._request.stop,
+            background=not self._request.stop,
         )
-        replies = await together(*(c.call("commit", request, m.CommitReply) for c in self._clients))
+        self._asked = True
+        replies = await together(*(self._commit_one(client, request) for client in self._clients))
         self._commits = {client.name: reply for client, reply in zip(self._clients, replies, strict=True)}
+
+    async def _commit_one(self, client: ParticipantClient, request: m.CommitRequest) -> m.CommitReply:
+        try:
+            return await client.call("commit", request, m.CommitReply)
+        except ProtocolError:
+            status = await client.status_by(request.deadline_ts)
+            if status.session != self._request.sessions.get(client.name):
+                raise CheckpointFailed(
+                    "SessionChanged", f"{client.name} was started again after it was prepared"
+                ) from None
+            raise
 
     async def _renew_once(self) -> None:
         """Nobody's lease may have run out between the first freeze and the last: one refusal aborts."""
@@ -227,6 +219,23 @@ class Checkpoint:
         if self._paused_at and not self._pause:
             self._pause = time.monotonic() - self._paused_at
         return problems
+
+    async def _retire_left_out(self) -> None:
+        """Restored records that nobody has claimed, and that this checkpoint leaves out, are not going to run: what
+        they hold is freed. Whatever is missed shows again in the next checkpoint."""
+        if not self._left_out:
+            return
+        deadline = self._wall() + RETIRE_SECONDS
+        try:
+            owners = [client for client in self._clients if client.kind == "environment"]
+            statuses = await asyncio.gather(*(owner.status_by(deadline) for owner in owners))
+            unclaimed = {key for status in statuses for key in status.report.unclaimed or ()}
+            if keys := sorted(unclaimed & self._left_out):
+                await retire_all(self._clients, f"{self._request.checkpoint_id[:100]}-left-out", keys, deadline)
+        except (ProtocolError, Unreachable) as error:
+            log.warning(
+                "checkpoint %s is published; what it left out is still to be retired: %s", self._request.name, error
+            )
 
     # ---- write and publish --------------------------------------------------------------------------------
 
@@ -316,7 +325,7 @@ class Checkpoint:
         """Resume everybody and write the tombstone. What stands is the truth: a publication whose answer was lost is
         one all the same. Raises the failure otherwise."""
         await self._resume(seconds)
-        if not self._commits:
+        if not self._asked:
             raise failure
         try:
             landed = await asyncio.to_thread(give_up, self._store, self._request, str(failure), self._wall())
@@ -337,22 +346,3 @@ class Checkpoint:
             else "idle"
             for client in self._clients
         }
-
-
-def tombstone(request: Request, reason: str, created: float) -> Publication:
-    return Publication(
-        state="abandoned",
-        checkpoint_id=request.checkpoint_id,
-        name=request.name,
-        stack_uid=request.stack_uid,
-        cell=request.cell,
-        cell_attempt=request.cell_attempt,
-        sequence=request.sequence,
-        created=created,
-        reason=reason[:1000],
-    )
-
-
-def give_up(store: ObjectStore, request: Request, reason: str, created: float) -> Publication:
-    """Write the tombstone, unless the checkpoint is settled already; what stands."""
-    return settle(store, tombstone(request, reason, created))

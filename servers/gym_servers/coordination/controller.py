@@ -123,6 +123,7 @@ class CellController:
         self._clients: list[ParticipantClient] = []
         self._install: asyncio.Task[None] | None = None
         self._checkpoint: asyncio.Task[Outcome] | None = None
+        self._taking: Checkpoint | None = None
         self._rows = 0
         self._recovering = False
         self._changing = asyncio.Lock()
@@ -262,6 +263,8 @@ class CellController:
             self._recovering = False
 
     async def _replace(self, reason: str, seen: Mapping[str, d.Seen], started: float) -> None:
+        if self._taking is not None:
+            self._taking.death = reason
         await self.close()
         if self.record.open is not None:
             await self.settle(reopen=False)
@@ -371,7 +374,7 @@ class CellController:
             self.settings.lease_grace,
         )
         left = OpenCheckpoint(checkpoint_id=checkpoint_id, name=name, uri=uri, sequence=sequence)
-        checkpoint = Checkpoint(
+        checkpoint = self._taking = Checkpoint(
             [c for c in self._clients if c.name in record.pins], request, self._open_store(uri), tell, self._wall
         )
         self._checkpoint = taken = asyncio.create_task(self._begin(left, checkpoint))

@@ -1,4 +1,4 @@
-"""Counter rows of our own: several additions and a read, in the wording of the ecosystem's example rows."""
+"""Rows for the scripted engine: counter rows in the wording of the ecosystem's examples, and sandbox rows."""
 
 from __future__ import annotations
 
@@ -44,6 +44,38 @@ def counter_rows(count: int, seed: int, additions: tuple[int, int] = (3, 6)) -> 
                 },
                 "initial_count": initial,
                 "expected_count": initial + sum(numbers),
+            }
+        )
+    return rows
+
+
+RUN_COMMAND = {
+    "type": "function",
+    "name": "run_command",
+    "description": "",
+    "parameters": {
+        "type": "object",
+        "properties": {"command": {"type": "string", "description": ""}},
+        "required": ["command"],
+        "additionalProperties": False,
+    },
+    "strict": True,
+}
+
+
+def sandbox_rows(count: int, seed: int, commands: tuple[int, int] = (3, 6)) -> list[dict[str, Any]]:
+    """`count` rows with between `commands` many commands each. Each command appends to a file: one that is lost, or
+    runs twice, shows in the file's end. The same seed gives the same rows."""
+    source = random.Random(seed)
+    rows = []
+    for _ in range(count):
+        numbers = [source.randint(1, 50) for _ in range(source.randint(*commands))]
+        steps = " then ".join(f"run `mkdir -p out && echo {number} >> out/numbers`" for number in numbers)
+        rows.append(
+            {
+                "responses_create_params": {"input": [{"role": "user", "content": steps}], "tools": [RUN_COMMAND]},
+                "files": {"out/numbers": "first\n", "notes.txt": "untouched"},
+                "expected_files": {"out/numbers": "\n".join(["first", *map(str, numbers)]) + "\n"},
             }
         )
     return rows

@@ -1,4 +1,4 @@
-"""What the scripted engine says: it solves rows of the counter environment, one tool call a turn.
+"""What the scripted engine says: it solves rows of the counter and sandbox environments, one tool call a turn.
 
 Pure: the next text follows from the conversation alone, so a continued generation equals an uninterrupted one.
 """
@@ -12,21 +12,29 @@ from typing import Any
 
 _ADD = re.compile(r"add (-?\d+)", re.IGNORECASE)
 _GET = re.compile(r"get the count", re.IGNORECASE)
+_RUN = re.compile(r"run `([^`]+)`", re.IGNORECASE)
+
+_WHAT = {
+    "increment_counter": "add {count} to the counter",
+    "get_counter_value": "read the counter",
+    "run_command": "run a command",
+}
 
 
 def next_text(items: Sequence[dict[str, Any]]) -> str:
     """The policy's next turn for a conversation of Responses items."""
     task = next((_text(item) for item in items if item.get("role") == "user"), "")
-    steps: list[tuple[str, dict[str, int]]] = [
+    steps: list[tuple[str, dict[str, int | str]]] = [
         ("increment_counter", {"count": int(match.group(1))}) for match in _ADD.finditer(task)
     ]
+    steps += [("run_command", {"command": match.group(1)}) for match in _RUN.finditer(task)]
     if _GET.search(task):
         steps.append(("get_counter_value", {}))
     taken = sum(item.get("type") == "function_call" for item in items)
     if taken >= len(steps):
         return f"All {len(steps)} steps are done. {_last_output(items)}"
     name, arguments = steps[taken]
-    what = f"add {arguments['count']} to the counter" if arguments else "read the counter"
+    what = _WHAT[name].format(**arguments)
     call = json.dumps({"name": name, "arguments": arguments})
     return f"Step {taken + 1} of {len(steps)}: now I {what}.<tool_call>{call}</tool_call>"
 

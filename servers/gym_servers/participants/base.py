@@ -17,13 +17,15 @@ from gym_servers.protocol.messages import Blocker
 class Survey:
     """One look at what is live. `blockers` are (id, where, age in seconds); none means ready.
 
-    `restarts`: capture keys that cannot be continued. `episodes` (environment only): those that can.
+    `restarts`: capture keys that cannot be continued. `episodes` (environment only): those that can; `unclaimed`:
+    those of them that were restored and wait for their replacement.
     """
 
     blockers: Sequence[Blocker] = ()
     counts: Mapping[str, int] = field(default_factory=dict)
     restarts: frozenset[str] = frozenset()
     episodes: frozenset[str] | None = None
+    unclaimed: frozenset[str] | None = None
 
     @property
     def ready(self) -> bool:
@@ -50,6 +52,12 @@ class RestorePlan:
 
     def restored(self, key: str) -> Episode | None:
         return self.episodes.get(key)
+
+    def check(self, marks: Mapping[str, int]) -> None:
+        """Raise `stale_attempt` where an episode would be stale at once: its watermark is restored with it."""
+        for episode in self.episodes.values():
+            if episode.attempt <= marks.get(episode.rollout_id, -1):
+                raise ProtocolError("stale_attempt", f"{episode.key} was retired before the checkpoint")
 
 
 def plan_restore(keys: Collection[str], cell_attempt: int, attempts: Mapping[str, int]) -> RestorePlan:
@@ -122,6 +130,12 @@ class Participant(abc.ABC):
 
     def forget(self, rollout_ids: Collection[str]) -> None:  # noqa: B027 - nothing kept per rollout
         """These rollouts are over for good: drop what was kept to answer their duplicates."""
+
+    async def park(self) -> None:  # noqa: B027 - only tool sessions reach outside their process
+        """The process is about to end after a commit with stop: give up what must not outlive it."""
+
+    def unpark(self) -> None:  # noqa: B027 - as park
+        """The process goes on after all: take back what was parked, before anything is admitted."""
 
     def to_retire(self) -> list[str]:
         return []

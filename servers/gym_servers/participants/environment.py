@@ -285,6 +285,7 @@ class EnvironmentParticipant(Participant):
             counts={"live": len(self._live), "unclaimed": len(self._unclaimed)},
             restarts=frozenset(key for key, live in self._live.items() if live.boundary is None),
             episodes=frozenset(exportable),
+            unclaimed=frozenset(record.episode.key for record in self._unclaimed.values()),
         )
 
     async def export(self, scope: Scope) -> dict[str, bytes]:

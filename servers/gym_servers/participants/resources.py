@@ -1,50 +1,53 @@
 """The resources participant: tool sessions bound to episodes, and the calls that change them.
 
 Calls on one session run one after another. While a checkpoint is open calls wait, they do not fail; a call in
-progress holds the checkpoint up, so an exported session never has an effect half done. A call that names its
-tool call is answered from memory when it is repeated, also after a restore.
+progress holds the checkpoint up, so an exported session never has an effect half done. A seed or call that names
+itself is carried out once: its repeat joins it or is answered from memory, also after a restore.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from gym_servers.participants.base import Participant, RestorePlan, Scope, Survey
 from gym_servers.participants.busy import Busy
 from gym_servers.participants.gate import Gate
-from gym_servers.participants.records import from_bytes, reading, to_bytes
+from gym_servers.participants.records import reading
+from gym_servers.participants.tool_sessions import SessionTable, ToolSession, decode, encode, pair
 from gym_servers.protocol.errors import ProtocolError
-from gym_servers.protocol.identity import Episode, parse_key
+from gym_servers.protocol.identity import Episode
 
-ExportHook = Callable[[Sequence[str]], Awaitable[Mapping[str, Any]]]
-CheckHook = Callable[[Mapping[str, Any]], Mapping[str, Any]]
-InstallHook = Callable[[Mapping[str, Any]], None]
-RetireHook = Callable[[str], Awaitable[None]]
+log = logging.getLogger("gym_servers")
+
+States = Mapping[str, Any]
+Staged = tuple[list[ToolSession], States]
 
 
 @dataclass(frozen=True)
 class Hooks:
-    """How a server's own session state is carried. `check` validates states (it may raise ValueError) and gives
-    what `install` takes; `retire` frees one session and may be repeated."""
+    """How a server's own session state is carried; each is a coroutine over all sessions that it concerns.
 
-    export: ExportHook
-    check: CheckHook
-    install: InstallHook
-    retire: RetireHook
+    `restore` validates all states - ValueError and its like refuse them - and only then builds them; nothing can
+    reach them before their sessions are installed. Cut short, or followed by no install, what it built is freed by
+    `retire`, which may be repeated and knows no unknown session. `park` gives up, before the process ends, what must
+    not outlive it; `unpark` takes that back.
+    """
+
+    export: Callable[[Sequence[str]], Awaitable[States]]
+    restore: Callable[[States], Awaitable[None]]
+    retire: Callable[[str], Awaitable[None]]
+    park: Callable[[Sequence[str]], Awaitable[None]]
+    unpark: Callable[[Sequence[str]], Awaitable[None]]
 
 
-@dataclass(eq=False)
-class ToolSession:
-    """One session. `replies` answer repeated tool calls; `effects` counts the calls that changed something."""
-
-    id: str
-    episode: Episode | None
-    replies: dict[str, tuple[str, Any]] = field(default_factory=dict)
-    effects: int = 0
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+@dataclass(frozen=True)
+class _Seed:
+    digest: str
+    task: asyncio.Task[ToolSession]
 
 
 class ResourcesParticipant(Participant):
@@ -56,30 +59,110 @@ class ResourcesParticipant(Participant):
         super().__init__(gate)
         self.mode = mode
         self.hooks = hooks
-        self._sessions: dict[str, ToolSession] = {}
-        self._by_key: dict[str, str] = {}
+        self._sessions = SessionTable()
+        self._seeding: dict[tuple[str, str], _Seed] = {}
         self._busy = Busy(gate)
         self._restarts: frozenset[str] = frozenset()
+        self._freeing: set[asyncio.Task[None]] = set()
+        self._parking: asyncio.Task[None] | None = None
+
+    # ---- seed ---------------------------------------------------------------------------------------------
 
     async def seed(
-        self, session_id: str, episode: Episode | None, begin: Callable[[], Awaitable[None]]
+        self,
+        session_id: str | None,
+        episode: Episode | None,
+        begin: Callable[[str], Awaitable[None]],
+        *,
+        digest: str,
+        fresh_id: str,
+        begun: Callable[[ToolSession], Awaitable[None]] | None = None,
     ) -> ToolSession:
-        """Start a session; one that the episode already has is replaced, and its state freed."""
-        await self._enter(episode)
+        """Start a session: `begin` makes its state, `begun` is awaited once it is there. A session of another name
+        that the episode already has is replaced, one of a lower attempt retired; a repeat with the same `digest`
+        joins the first. `session_id` is None where the caller named none: then it is `fresh_id`, and a repeat is one
+        that finds the episode's session as it was seeded.
+
+        Raises `checkpoint_conflict` for another seed under the same name and `session_lost` for a name whose session
+        was closed.
+        """
+        await self._admit(episode)
+        while lower := self._replaced_by(episode):
+            await self._end_all(lower)
+            await self._admit(episode)
+        # From here to the task no await: of seeds that come together one begins.
+        if (known := self._seeded(session_id, episode, digest)) is not None:
+            return known
+        if session_id is not None:
+            key = pair(session_id, episode)
+        else:
+            key = (f" {digest}", episode.key if episode is not None else fresh_id)
+        running = self._seeding.get(key)
+        if running is None:
+            task = asyncio.ensure_future(self._begin(session_id or fresh_id, episode, digest, begin, begun))
+            running = self._seeding[key] = _Seed(digest, task)
+            task.add_done_callback(lambda _: self._begun(key))
+        if running.digest != digest:
+            raise ProtocolError("checkpoint_conflict", f"session {session_id} is being seeded with another row")
+        # Not interrupted by a client that goes away: whoever repeats its seed finds it.
+        return await asyncio.shield(running.task)
+
+    def _replaced_by(self, episode: Episode | None) -> list[ToolSession]:
+        """Sessions of the lower attempts of a rollout."""
+        if episode is None or not self.gate.enabled:
+            return []
+        return self._sessions.up_to(episode.rollout_id, episode.attempt - 1)
+
+    def _seeded(self, session_id: str | None, episode: Episode | None, digest: str) -> ToolSession | None:
+        if session_id is None:
+            known = self._sessions.of(episode)
+            same = known is not None and not known.touched and not known.ended and known.seed == digest
+            return known if same else None
+        if self._sessions.has_ended(session_id, episode):
+            raise ProtocolError(
+                "session_lost", f"session {session_id} has ended; a late seed does not begin it again"
+            )
+        known = self._sessions.get(session_id)
+        if known is None:
+            return None
+        if known.episode != episode:
+            raise ProtocolError("checkpoint_conflict", f"session {session_id} is another episode's")
+        if known.seed and known.seed != digest:
+            raise ProtocolError("checkpoint_conflict", f"session {session_id} was seeded with another row")
+        return known
+
+    async def _begin(
+        self,
+        session_id: str,
+        episode: Episode | None,
+        digest: str,
+        begin: Callable[[str], Awaitable[None]],
+        begun: Callable[[ToolSession], Awaitable[None]] | None,
+    ) -> ToolSession:
         with self._busy.working(_name(session_id, episode), "seed"):
-            await begin()
-            if episode is not None and self.gate.enabled and self.gate.fence.is_stale(episode):
-                await self.hooks.retire(session_id)  # it was retired meanwhile: what was begun must not stay
-                self.gate.fence.check(episode)
-            session = ToolSession(session_id, episode)
-            self._sessions[session_id] = session
-            if episode is not None:
-                # Looked up last: of seeds that come together one session is left.
-                old = self._by_key.get(episode.key)
-                self._by_key[episode.key] = session_id
-                if old is not None and old != session_id:
-                    await self._end(old)
+            try:
+                await begin(session_id)
+                self._check(episode)  # it was retired, or closed, meanwhile: what was begun must not stay
+                if self._sessions.has_ended(session_id, episode):
+                    raise ProtocolError("session_lost", f"session {session_id} was closed while it was seeded")
+            except BaseException:
+                await self.hooks.retire(session_id)
+                raise
+            session = ToolSession(session_id, episode, digest)
+            # Looked up last: of seeds that come together one session is left.
+            old = self._sessions.of(episode)
+            self._sessions.add(session)
+            await self._end_all([old] if old is not None else [])
+            if begun is not None:
+                await begun(session)
             return session
+
+    def _begun(self, key: tuple[str, str]) -> None:
+        seed = self._seeding.pop(key)
+        if not seed.task.cancelled():
+            seed.task.exception()  # whoever asked may be gone: an error nobody awaits is not a fault of ours
+
+    # ---- calls --------------------------------------------------------------------------------------------
 
     async def call(
         self,
@@ -111,44 +194,67 @@ class ResourcesParticipant(Participant):
         digest: str,
         replay: bool,
     ) -> Any:
-        if not (replay and self.gate.checkpoint_open):
-            await self._enter(episode)
-        session = self._find(session_id, episode)
-        async with session.lock:
+        while True:
             if not (replay and self.gate.checkpoint_open):
                 await self._enter(episode)
-            if self._sessions.get(session.id) is not session:
-                raise ProtocolError("session_lost", f"session {session.id} has ended")
-            if call_id is not None and call_id in session.replies:
-                known, reply = session.replies[call_id]
-                if known != digest:
-                    raise ProtocolError("checkpoint_conflict", f"tool call {call_id} was another request")
-                return reply
-            if replay:
-                return await work(session)
-            with self._busy.working(_name(session.id, session.episode), where):
-                reply = await work(session)
-                if call_id is not None:
-                    session.replies[call_id] = (digest, reply)
+            session = self._find(session_id, episode)
+            async with session.lock:
+                passes = replay and self.gate.checkpoint_open
+                if self.gate.enabled and not self.gate.is_open and not passes:
+                    continue  # it waits for admission without the lock: a retire or close must get it
+                self._check(episode)
+                if session.ended:
+                    raise ProtocolError("session_lost", f"session {session.id} has ended")
+                return await self._work(session, where, work, call_id, digest, replay)
+
+    async def _work(
+        self,
+        session: ToolSession,
+        where: str,
+        work: Callable[[ToolSession], Awaitable[Any]],
+        call_id: str | None,
+        digest: str,
+        replay: bool,
+    ) -> Any:
+        if call_id is not None and call_id in session.replies:
+            known, reply = session.replies[call_id]
+            if known != digest:
+                raise ProtocolError("checkpoint_conflict", f"call {call_id} was another request")
             return reply
+        if replay:
+            return await work(session)
+        with self._busy.working(_name(session.id, session.episode), where):
+            session.touched = True
+            reply = await work(session)
+            if call_id is not None:
+                session.replies[call_id] = (digest, reply)
+        return reply
 
     async def close(self, session_id: str, episode: Episode | None) -> None:
-        """End a session. Never refused by a retire mark, repeatable; waits while a checkpoint is open."""
+        """End a session. Never refused by a retire mark, repeatable; waits while a checkpoint is open. A seed of it
+        that comes late, or is in progress, begins nothing."""
         while True:
             while self.gate.checkpoint_open:
                 await self.gate.wait_checkpoint_closed()
             session = self._sessions.get(session_id)
             if session is None:
+                await self._close_unknown(session_id, episode)
                 return
             if session.episode is not None and episode != session.episode:
                 raise ProtocolError("stale_attempt", f"session {session_id} belongs to another attempt")
             async with session.lock:
-                # A call before us may have waited with the lock for a checkpoint to end: a close that waits for the
-                # lock must not hold that checkpoint up, so it counts as work from here on.
+                # A call before us may have kept the lock until a checkpoint was opened: a close must not change what
+                # that one exports.
                 if not self.gate.checkpoint_open:
                     with self._busy.working(_name(session_id, episode), "close"):
-                        await self._end(session_id)
+                        await self._end(session)
                     return
+
+    async def _close_unknown(self, session_id: str, episode: Episode | None) -> None:
+        self._sessions.end(session_id, episode)
+        seed = self._seeding.get(pair(session_id, episode))
+        if seed is not None:
+            await asyncio.wait([seed.task])
 
     def _find(self, session_id: str | None, episode: Episode | None) -> ToolSession:
         session = self._sessions.get(session_id or "")
@@ -160,20 +266,40 @@ class ResourcesParticipant(Participant):
         return session
 
     async def _enter(self, episode: Episode | None) -> None:
+        """Wait while a checkpoint is open. Raises `admission_closed` out of service, `rollout_id_required`,
+        `stale_attempt`."""
         if not self.gate.enabled:
             return
         if episode is None:
             raise ProtocolError("rollout_id_required", "call under /ng-rollout/<rollout id>/ with checkpointing on")
         self.gate.fence.check(episode)
         await self.gate.enter()
-        self.gate.fence.admit(episode)
+        await self._unparked()
+        self.gate.fence.check(episode)
 
-    async def _end(self, session_id: str) -> None:
-        session = self._sessions.pop(session_id, None)
-        key = session.episode.key if session is not None and session.episode is not None else None
-        if key is not None and self._by_key.get(key) == session_id:
-            del self._by_key[key]
-        await self.hooks.retire(session_id)
+    async def _admit(self, episode: Episode | None) -> None:
+        """Enter, and fence what is below. Only a seed does: a call finds its session, or is refused."""
+        await self._enter(episode)
+        if episode is not None:
+            self.gate.admit(episode)
+
+    def _check(self, episode: Episode | None) -> None:
+        if self.gate.enabled and episode is not None:
+            self.gate.fence.check(episode)
+
+    async def _end(self, session: ToolSession) -> None:
+        """Free a session. It stays in the table until its state is freed: an end that fails can be repeated."""
+        session.ended = True
+        self._sessions.end(session.id, session.episode)
+        await self.hooks.retire(session.id)
+        self._sessions.remove(session)
+
+    async def _end_all(self, sessions: Iterable[ToolSession]) -> None:
+        async def end(session: ToolSession) -> None:
+            async with session.lock:
+                await self._end(session)
+
+        await asyncio.gather(*(end(session) for session in sessions))
 
     # ---- participant --------------------------------------------------------------------------------------
 
@@ -182,83 +308,105 @@ class ResourcesParticipant(Participant):
 
     def survey(self) -> Survey:
         blockers = self._busy.blockers(self._restarts)
-        restarts: frozenset[str] = frozenset()
-        if self.mode == "restart_only":
-            restarts = frozenset(self._by_key)
+        restarts = self._sessions.keys() if self.mode == "restart_only" else frozenset()
         return Survey(blockers, {"sessions": len(self._sessions), "busy": len(self._busy)}, restarts)
 
     async def export(self, scope: Scope) -> dict[str, bytes]:
         if self.mode == "restart_only":
             return {}
-        wanted = [
-            session
-            for session in self._sessions.values()
-            if session.episode is not None
-            and scope.covers(session.episode.key)
-            and session.episode.key not in self._restarts
-        ]
-        states: Mapping[str, Any] = {}
+        wanted = [session for session in self._sessions.values() if self._exportable(session, scope)]
+        states: States = {}
         if self.mode == "exported":
+            await self._unparked()
             states = await self.hooks.export([session.id for session in wanted])
-        return {session.id: _record(session, states.get(session.id)) for session in wanted}
+        return {session.id: encode(session, states.get(session.id)) for session in wanted}
 
-    def read(self, records: Mapping[str, bytes], plan: RestorePlan) -> tuple[list[ToolSession], Any]:
+    def _exportable(self, session: ToolSession, scope: Scope) -> bool:
+        episode = session.episode
+        if episode is None or session.ended or self.gate.fence.is_stale(episode):
+            return False
+        return scope.covers(episode.key) and episode.key not in self._restarts
+
+    def read(self, records: Mapping[str, bytes], plan: RestorePlan) -> Staged:
         sessions, states = [], {}
         for name, data in records.items():
-            record = from_bytes(name, data)
-            with reading(name):
-                episode = plan.restored(parse_key(record["episode"]).key)
-                if episode is None:
-                    continue
-                session = ToolSession(record["session"], episode, effects=int(record["effects"]))
-                session.replies = {k: (d, r) for k, (d, r) in record["replies"].items()}
-                states[session.id] = record["state"]
+            if (decoded := decode(name, data, plan)) is not None:
+                session, states[session.id] = decoded
                 sessions.append(session)
-        if self.mode != "exported":
-            return sessions, None
-        with reading("session states"):
-            return sessions, self.hooks.check(states)
+        return sessions, states if self.mode == "exported" else {}
 
-    def install(self, staged: tuple[list[ToolSession], Any]) -> list[str]:
-        sessions, states = staged
-        if states is not None:
-            self.hooks.install(states)
-        for session in sessions:
+    async def build(self, staged: Staged) -> Staged:
+        """Builds the states. No call can reach them yet: their sessions are not in the table."""
+        if self._freeing:
+            await asyncio.wait(self._freeing)  # of a restore that was given up, under the same names
+        if self.mode == "exported":
+            try:
+                with reading("session states"):
+                    await self.hooks.restore(staged[1])
+            except BaseException:
+                self.discard(staged)
+                raise
+        return staged
+
+    def discard(self, staged: Staged) -> None:
+        freeing = asyncio.ensure_future(self._free([session.id for session in staged[0]]))
+        self._freeing.add(freeing)
+        freeing.add_done_callback(self._freeing.discard)
+
+    async def _free(self, session_ids: Sequence[str]) -> None:
+        for outcome in await asyncio.gather(*map(self.hooks.retire, session_ids), return_exceptions=True):
+            if isinstance(outcome, Exception):
+                log.error("a session's state could not be freed", exc_info=outcome)
+
+    def install(self, staged: Staged) -> list[str]:
+        installed = []
+        for session in staged[0]:
             assert session.episode is not None
-            self._sessions[session.id] = session
-            self._by_key[session.episode.key] = session.id
+            self._sessions.add(session)
             self.gate.fence.mark(session.episode.rollout_id, session.episode.attempt - 1)
-        return [session.episode.key for session in sessions if session.episode is not None]
+            installed.append(session.episode.key)
+        return installed
 
     def uninstall(self) -> None:
+        sessions = self._sessions.values()
+        for session in sessions:
+            session.ended = True
         self._sessions.clear()
-        self._by_key.clear()
-        self.hooks.install({})
+        self.discard((sessions, {}))
 
     async def retire(self, episodes: Sequence[Episode]) -> None:
         wanted = {episode.rollout_id: episode.attempt for episode in episodes}
         await self._busy.wait_done(wanted)
-        for session in list(self._sessions.values()):
-            if session.episode is None:
-                continue
-            if session.episode.attempt <= wanted.get(session.episode.rollout_id, -1):
-                async with session.lock:
-                    await self._end(session.id)
+        await self._end_all(
+            [one for rollout, attempt in wanted.items() for one in self._sessions.up_to(rollout, attempt)]
+        )
+
+    async def park(self) -> None:
+        sessions = [session.id for session in self._sessions.values() if not session.ended]
+        self._parking = asyncio.ensure_future(self.hooks.park(sessions))
+        await asyncio.shield(self._parking)
+
+    async def _unparked(self) -> None:
+        while self._parking is not None and not self._parking.done():
+            await asyncio.wait([self._parking])
+
+    def unpark(self) -> None:
+        parking, sessions = self._parking, [session.id for session in self._sessions.values() if not session.ended]
+
+        async def unpark() -> None:
+            if parking is not None:
+                await asyncio.wait([parking])
+            await self.hooks.unpark(sessions)
+
+        self._parking = asyncio.ensure_future(unpark())
+        self._parking.add_done_callback(_report)
+
+
+def _report(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("sessions could not be taken into service again", exc_info=error)
 
 
 def _name(session_id: str, episode: Episode | None) -> str:
     """What work on a session is known by: its episode, if it has one."""
     return episode.key if episode is not None else session_id
-
-
-def _record(session: ToolSession, state: Any) -> bytes:
-    assert session.episode is not None
-    return to_bytes(
-        {
-            "session": session.id,
-            "episode": session.episode.key,
-            "state": state,
-            "effects": session.effects,
-            "replies": {call: [digest, reply] for call, (digest, reply) in session.replies.items()},
-        }
-    )

@@ -6,6 +6,7 @@ attempt that was replaced. The floor only rises; watermarks are dropped when the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gym_servers.protocol.errors import ProtocolError
@@ -53,6 +54,11 @@ class Fence:
     def mark(self, rollout_id: str, attempt: int) -> None:
         """Nothing of this rollout at or below `attempt` has any effect from now on."""
         self.marks[rollout_id] = max(attempt, self.marks.get(rollout_id, -1))
+
+    def restore(self, marks: Mapping[str, int]) -> None:
+        """Take over the watermarks of the process before: what was retired there stays retired."""
+        for rollout_id, attempt in marks.items():
+            self.mark(rollout_id, attempt)
 
     def forget(self, rollout_id: str) -> None:
         self.marks.pop(rollout_id, None)

@@ -1,4 +1,5 @@
-"""Bodies of the control API (`/ng-control/v1/checkpoint`). Unknown fields are rejected, sizes are bounded.
+"""Bodies of the control API (`/ng-control/v1/checkpoint`). Unknown fields of a request are refused and its
+sizes are bounded.
 
 `deadline_ts` is absolute Unix time in seconds; a receiver turns it into monotonic time at once. Fields that
 extend the partial-rollout control API of NeMo Gym have defaults, so that a foreign coordinator works unchanged.
@@ -6,9 +7,9 @@ extend the partial-rollout control API of NeMo Gym have defaults, so that a fore
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 PREFIX = "/ng-control/v1/checkpoint"
 MAX_BLOCKERS = 100
@@ -18,11 +19,17 @@ CaptureKey = Annotated[str, StringConstraints(min_length=1, max_length=240)]
 RolloutId = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 
 
-class Message(BaseModel):
+class Answer(BaseModel):
+    """What a participant says. A newer one may say more than its coordinator knows."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class Verb(BaseModel):
+    """What every request says."""
+
     model_config = ConfigDict(extra="forbid")
 
-
-class Verb(Message):
     checkpoint_id: CheckpointId
     deadline_ts: float = Field(gt=0, allow_inf_nan=False)
 
@@ -39,7 +46,14 @@ class CommitRequest(Verb):
     checkpoint_dir: str
     episode_ids: list[CaptureKey] | None = None
     live: list[CaptureKey] = []  # (+) running at the environment though not in scope: no answer will come
+    stop: bool = False  # stay closed until the process ends; a resume is an abort
     background: bool = False
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> Self:
+        if self.stop and self.background:
+            raise ValueError("`stop` and `background` exclude each other: what stops has nothing to go on with")
+        return self
 
 
 class RestoreRequest(Verb):
@@ -62,7 +76,7 @@ class ForgetRequest(Verb):
     rollout_ids: list[RolloutId] = Field(min_length=1)
 
 
-class Blocker(Message):
+class Blocker(Answer):
     """What a checkpoint waits for: `id` is an episode or session, `where` the step it is in."""
 
     id: str
@@ -70,8 +84,9 @@ class Blocker(Message):
     age_seconds: float
 
 
-class Report(Message):
-    """A participant's readiness. `episodes` (environment only) are the exportable ones."""
+class Report(Answer):
+    """A participant's readiness. `episodes` (environment only) are the exportable ones, `unclaimed` (+) those of them
+    that were restored and that no replacement has claimed."""
 
     ready: bool
     blockers: list[Blocker] = []
@@ -79,9 +94,10 @@ class Report(Message):
     counts: dict[str, int] = {}
     restarts: list[str] = []
     episodes: list[str] | None = None
+    unclaimed: list[str] | None = None
 
 
-class Write(Message):
+class Write(Answer):
     """A write that goes on behind the reply of a background commit."""
 
     checkpoint_id: str
@@ -92,7 +108,7 @@ class Write(Message):
     detail: str = ""
 
 
-class Status(Message):
+class Status(Answer):
     kind: str
     instance: str
     session: str
@@ -110,16 +126,16 @@ class Status(Message):
     problem: str = ""  # (+) what keeps the process from its work, for people
 
 
-class PhaseReply(Message):
+class PhaseReply(Answer):
     phase: str
     report: Report | None = None
 
 
-class RenewReply(Message):
+class RenewReply(Answer):
     lease_expires_at: float
 
 
-class CommitReply(Message):
+class CommitReply(Answer):
     phase: str
     manifest_digest: str | None  # None: still being written; status tells
     episodes: list[str]
@@ -127,15 +143,15 @@ class CommitReply(Message):
     bytes: int
 
 
-class RestoreReply(Message):
+class RestoreReply(Answer):
     phase: str
     source_checkpoint_id: str
     restored: list[str]
 
 
-class RetireReply(Message):
+class RetireReply(Answer):
     retired: list[str]
 
 
-class ForgetReply(Message):
+class ForgetReply(Answer):
     forgotten: list[str]

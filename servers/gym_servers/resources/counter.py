@@ -44,11 +44,8 @@ class CounterServer(ResourcesServer):
     async def export_session_states(self, ids: Sequence[str]) -> Mapping[str, Any]:
         return {session: {"count": self._counts[session]} for session in ids}
 
-    def check_session_states(self, states: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {session: _integer(state, "count") for session, state in states.items()}
-
-    def install_session_states(self, states: Mapping[str, Any]) -> None:
-        self._counts = dict(states)
+    async def restore_session_states(self, states: Mapping[str, Any]) -> None:
+        self._counts.update({session: _integer(state, "count") for session, state in states.items()})
 
     async def retire_session_state(self, session_id: str) -> None:
         self._counts.pop(session_id, None)

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from gym_servers.journal.client import Journal
-from gym_servers.participants.resources import ToolSession
+from gym_servers.participants.tool_sessions import ToolSession
 
 Tool = Callable[["ToolCall", dict[str, Any]], Awaitable[Any]]
 
@@ -70,23 +70,31 @@ class ResourcesServer:
         """Tool name -> handler. Handlers get JSON arguments and return JSON; ValueError is shown to the model."""
         return {}
 
+    def tool_schemas(self) -> Mapping[str, Mapping[str, Any]]:
+        """Tool name -> JSON schema of its arguments, for those who ask over MCP."""
+        return {name: {"type": "object"} for name in self.tools()}
+
     async def seed(self, session_id: str, task_data: Mapping[str, Any]) -> None:
-        """Begin a session from a task's row. ValueError for a row that is not usable."""
+        """Begin a session from a task's row. ValueError for a row that is not usable. What a seed that fails has
+        begun is freed by `retire_session_state`."""
 
     async def verify(self, session_id: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Score a rollout: at least `{"reward": float}`."""
         raise NotImplementedError
 
     async def export_session_states(self, ids: Sequence[str]) -> Mapping[str, Any]:
-        """The states of sessions as JSON values."""
+        """The states of these sessions as JSON values. None of them is being called meanwhile."""
         return {}
 
-    def check_session_states(self, states: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Validate all states before any is installed; ValueError refuses the restore."""
-        return states
-
-    def install_session_states(self, states: Mapping[str, Any]) -> None:
-        """Make these the states of this process, in place of all it had."""
+    async def restore_session_states(self, states: Mapping[str, Any]) -> None:
+        """Validate all states - ValueError, KeyError or TypeError refuses the restore - and only then build them. No
+        call comes before this has returned. Cut short, what was built is freed by `retire_session_state`."""
 
     async def retire_session_state(self, session_id: str) -> None:
-        """Free one session. Repeatable."""
+        """Free one session. Repeatable, also for a session that is not known."""
+
+    async def park_session_states(self, ids: Sequence[str]) -> None:
+        """The process is about to end after a commit with stop: give up what must not outlive it."""
+
+    async def unpark_session_states(self, ids: Sequence[str]) -> None:
+        """The process goes on after all: take back what was parked."""

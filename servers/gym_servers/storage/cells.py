@@ -9,7 +9,7 @@ from __future__ import annotations
 from gym_servers.protocol.digests import canonical, sha256
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.storage.manifest import CHECKPOINT, Member, Publication, read_publication
-from gym_servers.storage.packs import load_manifest
+from gym_servers.storage.packs import check_packs, load_manifest
 from gym_servers.storage.store import ObjectConflict, ObjectMissing, ObjectStore
 
 CHECKPOINTS = "checkpoints"
@@ -82,10 +82,4 @@ def verify(store: ObjectStore, members: list[Member], checkpoint_id: str) -> Non
         manifest, _ = load_manifest(store, directory, member.manifest_digest)
         if manifest.session != member.session or manifest.checkpoint_id != checkpoint_id:
             raise ProtocolError("invalid_checkpoint_state", f"{directory} was written by another process")
-        for pack in manifest.packs:
-            try:
-                data = store.get(pack.key)
-            except ObjectMissing as error:
-                raise ProtocolError("invalid_checkpoint_state", f"pack {pack.key} is missing") from error
-            if len(data) != pack.size or sha256(data) != pack.sha256:
-                raise ProtocolError("invalid_checkpoint_state", f"pack {pack.key} does not match its digest")
+        check_packs(store, manifest)

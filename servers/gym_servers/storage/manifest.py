@@ -50,7 +50,8 @@ class PackEntry(_Document):
 
 
 class Manifest(_Document):
-    """What one participant wrote. `episodes`: the capture keys its records belong to, as it exported them."""
+    """What one participant wrote. `episodes`: the capture keys its records belong to, as it exported them. `marks`:
+    the watermarks of its fence, rollout -> attempt."""
 
     format: Literal[1] = 1
     checkpoint_id: str
@@ -59,6 +60,7 @@ class Manifest(_Document):
     session: str
     code: CodeIdentity
     episodes: list[str]
+    marks: dict[str, int] = {}
     packs: list[PackEntry]
     records: list[RecordEntry]
 

@@ -93,6 +93,12 @@ def load_manifest(store: ObjectStore, directory: str, digest: str | None) -> tup
     return read_manifest(data), found
 
 
+def check_packs(store: ObjectStore, manifest: Manifest) -> None:
+    """Raises `invalid_checkpoint_state` naming a pack that is missing or does not have its size and digest."""
+    for entry in manifest.packs:
+        _load_pack(store, entry)
+
+
 def load_records(store: ObjectStore, manifest: Manifest) -> dict[str, bytes]:
     """Every record of a manifest, checked. Raises `invalid_checkpoint_state` naming what does not verify."""
     with ThreadPoolExecutor(PARALLEL) as pool:

@@ -1,0 +1,165 @@
+"""Requests made from our own OpenAPI documents, right and wrong: none is a fault of ours, none refused has effects.
+
+schemathesis makes the requests; they are sent in virtual time, one after the other, to one process of each kind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from schemathesis import Case, GenerationMode
+from schemathesis.core import NotSet
+
+from gym_rig.cell import GRACE, TOKEN, Running, cell
+from gym_rig.virtual import VirtualLoop
+from gym_servers.control.app import control_app
+from gym_servers.engine.rows import counter_rows
+from gym_servers.participants.base import Scope
+
+LONGEST_SECONDS = 600.0  # of virtual time: a call that waits for its peers gives up before
+EXAMPLES = 40 * int(os.environ.get("N", "1"))
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+KINDS = ("env", "policy", "agent", "counter")
+
+
+@asynccontextmanager
+async def alone(folder: Path, name: str) -> AsyncIterator[tuple[Running, httpx.AsyncClient]]:
+    """One process in service whose peers do not answer."""
+    async with cell(folder, counter_rows(1, 1), collection=None) as rig:
+        running = rig.start(name)
+        client = rig.network.client(timeout=None)
+        resume = {"checkpoint_id": "start", "deadline_ts": rig.wall() + 10, "cell_attempt": 0}
+        reply = await client.post(
+            f"http://{name}-control/ng-control/v1/checkpoint/resume", json=resume, headers=bearer()
+        )
+        assert reply.is_success
+        try:
+            yield running, client
+        finally:
+            await client.aclose()
+
+
+def bearer() -> dict[str, str]:
+    return {"authorization": f"Bearer {TOKEN}"}
+
+
+async def state(running: Running) -> Any:
+    """All that a refused call must leave as it was."""
+    assert running.plane is not None
+    status = running.plane.status().model_dump(exclude={"lease_expires_at"})
+    for blocker in status["report"]["blockers"]:
+        del blocker["age_seconds"]
+    records = await running.server.participant.export(Scope(None))
+    fence = running.server.participant.gate.fence
+    return status, records, fence.floor, dict(fence.marks), running.server.participant.gate.control
+
+
+@st.composite
+def requests(draw: st.DrawFn, document: dict[str, Any]) -> dict[str, Any]:
+    """A request to one of the document's operations, as the client's arguments."""
+    schema = schemathesis.openapi.from_dict(document)
+    operations = [found.ok() for found in schema.get_all_operations()]
+    operation = draw(st.sampled_from(operations))
+    mode = draw(st.sampled_from([GenerationMode.POSITIVE, GenerationMode.NEGATIVE]))
+    if not (operation.body or operation.path_parameters or operation.query):
+        mode = GenerationMode.POSITIVE  # there is nothing to be wrong
+    case: Case = draw(operation.as_strategy(generation_mode=mode))
+    content: bytes | None = None
+    if isinstance(case.body, bytes):
+        content = case.body
+    elif not isinstance(case.body, NotSet):
+        content = json.dumps(case.body).encode()
+    elif case.method != "GET":
+        # The operation reads any JSON: what it makes of it is its own affair.
+        content = draw(JSON.map(lambda value: json.dumps(value).encode()) | st.binary(max_size=8))
+    prefix = draw(st.sampled_from(["", "/ng-rollout/r", "/ng-rollout/r-a1", "/ng-rollout/q/training-token-capture"]))
+    return {"method": case.method, "path": case.formatted_path, "content": content, "prefix": prefix}
+
+
+@pytest.fixture
+def loop() -> Iterator[VirtualLoop]:
+    made = VirtualLoop()
+    asyncio.set_event_loop(made)
+    yield made
+    pending = asyncio.all_tasks(made)
+    for task in pending:
+        task.cancel()
+    made.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
+    made.run_until_complete(made.shutdown_default_executor())
+    asyncio.set_event_loop(None)
+    made.close()
+
+
+@pytest.mark.parametrize("port", ["control", "data"])
+@pytest.mark.parametrize("name", KINDS)
+def test_no_request_is_a_fault_of_ours_and_a_refused_one_changes_nothing(
+    tmp_path: Path, name: str, port: str, loop: VirtualLoop
+) -> None:
+    process = alone(tmp_path, name)
+    running, client = loop.run_until_complete(process.__aenter__())
+    app = documented(running, port)
+
+    @settings(
+        max_examples=EXAMPLES,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(requests(app), st.sampled_from([0.0, GRACE + 1]))
+    def send(request: dict[str, Any], seconds: float) -> None:
+        loop.run_until_complete(sent(running, client, name, port, request, seconds))
+
+    try:
+        send()
+    finally:
+        loop.run_until_complete(process.__aexit__(None, None, None))
+
+
+async def sent(
+    running: Running, client: httpx.AsyncClient, name: str, port: str, request: dict[str, Any], seconds: float
+) -> None:
+    before = await state(running)
+    host = f"http://{name}-control" if port == "control" else f"http://{name}{request['prefix']}"
+    headers = {"content-type": "application/json", **(bearer() if port == "control" else {})}
+    async with asyncio.timeout(LONGEST_SECONDS):
+        reply = await client.request(
+            request["method"], host + request["path"], content=request["content"], headers=headers
+        )
+    assert reply.status_code < 500, reply.text
+    if reply.status_code >= 400:
+        code = reply.json()["error"]["code"] if reply.status_code != 404 else ""
+        # Cut short is not refused: what was begun stands, and can be asked for again.
+        assert code == "deadline_exceeded" or await state(running) == before, code
+    await asyncio.sleep(seconds)  # what was closed opens again when nobody renews its lease
+
+
+def documented(running: Running, port: str) -> dict[str, Any]:
+    """The application's own OpenAPI document."""
+    if port == "data":
+        found: dict[str, Any] = running.server.app.openapi()
+    else:
+        assert running.plane is not None
+        found = control_app(running.plane, TOKEN).openapi()
+    assert found["paths"]
+    return found
