@@ -9,13 +9,14 @@ of your own: the same steps always do the same.
 
 from __future__ import annotations
 
+import json
 from typing import Any, ClassVar, Literal
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from gym_faults.model import split
-from gym_faults.world import GRACE, SERVERS, World
+from gym_faults.model import joined, split
+from gym_faults.world import FAST, GRACE, SERVERS, World
 from gym_rig.network import Fault, Kind, Seen
 from gym_rig.storage import WriteFault
 from gym_servers.coordination.record import Stage
@@ -81,6 +82,32 @@ class Faults(RuleBasedStateMachine):
         self.passes(then)
 
     @precondition(lambda self: self.world.coordinated)
+    @rule(
+        kinds=st.lists(st.sampled_from(["before", "after"]), min_size=1, max_size=3),
+        saved=st.sampled_from([None, "before", "after"]),
+        dies=st.booleans(),
+    )
+    def publication_in_doubt(
+        self,
+        kinds: list[Literal["before", "after"]],
+        saved: Literal["before", "after"] | None,
+        dies: bool,
+    ) -> None:
+        """The one write that decides fails, and so does what tries to settle it; perhaps the coordinator dies of
+        it."""
+        self.world.until(self.world.in_service, 5.0)
+        self.world.bucket.faults[:0] = [WriteFault(kind, "checkpoint.json") for kind in kinds]
+        taken = self.world.checkpoint()
+        self.world.until(lambda: len(self.world.bucket.faults) < len(kinds) or taken.done(), 3.0)
+        if saved is not None:
+            self.world.coordinator.save_faults.append(saved)
+        self.world.until(taken.done, 3.0)
+        if dies:
+            self.world.coordinator_dies()
+            self.world.take_over()
+        self.passes(1.0)
+
+    @precondition(lambda self: self.world.coordinated)
     @rule()
     def death_was_seen(self) -> None:
         """The checkpoint that is being taken is cancelled, as where a participant is believed dead."""
@@ -106,6 +133,19 @@ class Faults(RuleBasedStateMachine):
         self.passes(0.3)
 
     @precondition(lambda self: self.world.coordinated)
+    @rule(
+        victims=VICTIMS,
+        moment=st.sampled_from([0.0, 0.01, 0.03, 0.05]),
+        then=st.sampled_from([0.0, 1.0, GRACE + 1.0]),
+    )
+    def coordinator_dies_in_the_recovery(self, victims: tuple[str, ...], moment: float, then: float) -> None:
+        self.world.kill(*victims)
+        self.world.until(lambda: self.world.record.stage is Stage.STARTING and self.world.record.pins, 8.0)
+        self.passes(moment)
+        self.world.coordinator_dies()
+        self.passes(then)
+
+    @precondition(lambda self: self.world.coordinated)
     @rule(then=MOMENTS)
     def coordinator_dies(self, then: float) -> None:
         self.world.coordinator_dies()
@@ -125,67 +165,103 @@ class Faults(RuleBasedStateMachine):
 
     # ---- verbs of somebody else ---------------------------------------------------------------------------
 
-    @rule(who=WHO, which=IDS, seconds=DEADLINES, then=MOMENTS)
-    def foreign_prepare(self, who: str, which: str, seconds: float, then: float) -> None:
-        self._verb(who, "prepare", which, seconds, then)
-
     @rule(
+        verb=st.sampled_from(["prepare", "prepare", "commit", "commit", "resume", "resume", "renew"]),
         who=WHO,
         which=IDS,
         seconds=DEADLINES,
-        then=MOMENTS,
+        numbered=st.booleans(),
         background=st.booleans(),
         scope=st.sampled_from(["all", "none", "one"]),
+        then=MOMENTS,
     )
-    def foreign_commit(self, who: str, which: str, seconds: float, then: float, background: bool, scope: str) -> None:
-        live = sorted(self.world.rig.participant("env")._live)
-        keys = {"all": None, "none": [], "one": live[:1]}[scope]
-        where = f"{self.world.folder}/foreign/{self._id(which)}"
-        self._verb(who, "commit", which, seconds, then, checkpoint_dir=where, episode_ids=keys, background=background)
+    def foreign_verb(
+        self,
+        verb: str,
+        who: str,
+        which: str,
+        seconds: float,
+        numbered: bool,
+        background: bool,
+        scope: str,
+        then: float,
+    ) -> None:
+        """`numbered`: a resume under the cell's attempt, as of a predecessor that was putting these very processes
+        into service. Nobody else has reserved a number for them."""
+        more: dict[str, Any] = {}
+        if verb == "commit":
+            live = sorted(self.world.rig.participant("env")._live)
+            more = {
+                "checkpoint_dir": f"{self.world.folder}/foreign/{self._id(which)}",
+                "episode_ids": {"all": None, "none": [], "one": live[:1]}[scope],
+                "background": background,
+            }
+        elif verb == "resume" and numbered and self._being_started(who):
+            more = {"cell_attempt": self.world.record.attempt}
+        self._verb(who, verb, which, seconds, then, **more)
 
-    @rule(who=WHO, which=IDS, then=MOMENTS, attempt=st.sampled_from([None, 0, 1, "current"]))
-    def foreign_resume(self, who: str, which: str, then: float, attempt: int | Literal["current"] | None) -> None:
-        known = self.world.record.attempt
-        # Not above the cell's own: nobody has reserved such a number.
-        number = None if attempt is None else known if attempt == "current" else min(attempt, known)
-        self._verb(who, "resume", which, 2.0, then, cell_attempt=number)
+    @rule(
+        pause=st.sampled_from([0.05, 0.3, 1.0, 3.0]),
+        scope=st.sampled_from(["all", "one"]),
+        background=st.booleans(),
+        resumed=st.booleans(),
+    )
+    def foreign_checkpoint(self, pause: float, scope: str, background: bool, resumed: bool) -> None:
+        """All of one, slowly, by another coordinator; nobody publishes it."""
+        for name in ("collection", "env", "policy", "agent", "counter"):
+            self._verb(name, "prepare", "f6", 25.0, 0.05)
+        self.passes(pause)
+        self.foreign_verb("commit", "all", "f6", 5.0, False, background, scope, pause)
+        if resumed:
+            self._verb("all", "resume", "f6", 5.0, 0.05)
 
-    @rule(who=WHO, which=IDS)
-    def foreign_renew(self, who: str, which: str) -> None:
-        self._verb(who, "renew", which, 2.0, 0.05)
-
-    @rule(who=WHO, then=MOMENTS, published=st.integers(0, 3))
-    def foreign_restore(self, who: str, then: float, published: int) -> None:
-        """By whoever believes that it is still his turn: of a published checkpoint, under its cell's attempt."""
-        known = sorted(self.world.watch.published)
-        if known:
-            uri = known[published % len(known)]
-            self._verb(
-                who,
-                "restore",
-                "f3",
-                5.0,
-                then,
-                checkpoint_dir=uri,
-                episode_ids=_episodes(self.world.watch.published[uri]),
-                cell_attempt=self.world.record.attempt,
-            )
-
-    @rule(which=st.integers(0, 5), then=MOMENTS)
-    def foreign_retire(self, which: int, then: float) -> None:
-        """Of an episode that has been sent; everywhere, as whoever retires has to."""
-        sent = sorted(self.world.watch.attempts.sent)
-        if sent:
+    @rule(
+        verb=st.sampled_from(["restore", "retire", "retire", "forget"]),
+        who=WHO,
+        which=st.integers(0, 5),
+        then=MOMENTS,
+    )
+    def foreign_upkeep(self, verb: str, who: str, which: int, then: float) -> None:
+        """Retiring and forgetting is done everywhere, as whoever does it has to; forgetting of what is over."""
+        attempts = self.world.watch.attempts
+        sent, over = sorted(attempts.sent), sorted(attempts.over)
+        if verb == "restore":
+            self._foreign_restore(who, which, then)
+        elif verb == "retire" and sent:
             rollout, attempt = sent[which % len(sent)]
-            key = f"{rollout}-a{attempt}" if attempt else rollout
-            self._verb("all", "retire", "f4", 10.0, then, episode_ids=[key])
-
-    @rule(then=MOMENTS)
-    def foreign_forget(self, then: float) -> None:
-        """Of what is over."""
-        over = sorted(self.world.watch.attempts.over)
-        if over:
+            self._verb("all", "retire", "f4", 10.0, 0.3, episode_ids=[joined(rollout, attempt)])
+            for seen in [seen for seen in self.world.watch.calls if _episode(seen) == (rollout, attempt)][:12]:
+                if self._may_come_again(seen):
+                    self.world.repeat(seen)
+            self.passes(then)
+        elif verb == "forget" and over:
             self._verb("all", "forget", "f5", 10.0, then, rollout_ids=over)
+
+    def _foreign_restore(self, who: str, which: int, then: float) -> None:
+        """Of what is being restored, by a predecessor that is not quite dead; else of anything, by one that does not
+        know of the last recovery."""
+        record, known = self.world.record, sorted(self.world.watch.published)
+        if not known:
+            return
+        being = record.restore if self._being_started(who) else None
+        uri = being.uri if being is not None else known[which % len(known)]
+        self._verb(
+            who,
+            "restore",
+            "f3",
+            5.0,
+            then,
+            checkpoint_dir=uri,
+            episode_ids=json.loads(self.world.watch.published[uri])["episodes"],
+            cell_attempt=record.attempt if being is not None else max(0, record.attempt - 1),
+        )
+
+    def _being_started(self, who: str) -> bool:
+        record, processes = self.world.record, self.world.rig.processes_by_name
+        return record.stage is Stage.STARTING and all(
+            name in record.pins and record.pins[name].incarnation == processes[name].incarnation
+            for name in (SERVERS if who == "all" else (who,))
+        )
 
     def _verb(self, who: str, verb: str, which: str, seconds: float, then: float, **more: Any) -> None:
         body = {"checkpoint_id": self._id(which), "deadline_ts": self.world.loop.time() + seconds, **more}
@@ -231,15 +307,18 @@ class Faults(RuleBasedStateMachine):
         self.world.bucket.faults.append(WriteFault(kind, "/pack" if spoils else key, writes))
         self.passes(then)
 
-    @rule(then=MOMENTS)
-    def storage_goes_away(self, then: float) -> None:
+    @rule(seconds=st.sampled_from([0.1, 1.0, 6.0]))
+    def storage_is_away(self, seconds: float) -> None:
         self.world.bucket.away = True
-        self.passes(then)
+        self.passes(seconds)
+        self.world.bucket.away = False
 
-    @rule(seconds=st.sampled_from([0.05, 1.0, 12.0]), then=MOMENTS)
+    @rule(seconds=st.sampled_from([0.05, 1.0, 12.0]), then=st.sampled_from([0.1, 1.0, 3.0]))
     def storage_is_slow(self, seconds: float, then: float) -> None:
+        """What is begun in the meantime takes so long."""
         self.world.loop.thread_seconds = seconds
         self.passes(then)
+        self.world.loop.thread_seconds = FAST
 
     @rule(then=MOMENTS)
     def all_is_healed(self, then: float) -> None:
@@ -278,18 +357,9 @@ class Faults(RuleBasedStateMachine):
 
 
 def _episode(seen: Seen) -> tuple[str, int] | None:
-    import json
-
     if seen.path == "/run":
         named = json.loads(seen.body)["episode_id"]
         return named["rollout_id"], named["attempt"]
     if seen.path.startswith("/ng-rollout/"):
         return split(parse_key(seen.path.split("/")[2]).key)
     return None
-
-
-def _episodes(publication: bytes) -> list[str]:
-    import json
-
-    found: list[str] = json.loads(publication)["episodes"]
-    return found

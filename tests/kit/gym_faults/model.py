@@ -76,6 +76,13 @@ def read_records(folder: Path, member: Mapping[str, Any], where: str) -> dict[st
     return found
 
 
+def stages(folder: Path) -> dict[str, str]:
+    """Capture key -> the stage from which a checkpoint continues it."""
+    document = json.loads((folder / "checkpoint.json").read_bytes())
+    environment = next(member for member in document["members"] if member["kind"] == "environment")
+    return {key: json.loads(data)["stage"] for key, data in read_records(folder, environment, "env").items()}
+
+
 def check_cut(key: str, records: Mapping[str, Mapping[str, bytes]]) -> None:
     """One episode's records are of one moment: what the agent has seen happen has happened, and nothing else has."""
     stage = json.loads(records["environment"][key])["stage"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from hypothesis import HealthCheck, Phase, Verbosity, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from gym_faults.machine import Faults

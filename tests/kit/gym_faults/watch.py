@@ -32,14 +32,17 @@ COORDINATOR = "cell"  # how the ids of the coordinator's own restores begin
 
 
 class Watch:
-    """What has been seen of one cell. `name_of` gives a session's process."""
+    """What has been seen of one cell. `name_of` gives a session's process, `running` a server's."""
 
     def __init__(self, root: Path) -> None:
         self.violations: list[str] = []
         self.attempts = Attempts()
         self.published: dict[str, bytes] = {}
+        self.failed: set[str] = set()  # ids of checkpoints that were declared failed, and were not published
         self.calls: list[Seen] = []  # data calls, for those who repeat them
+        self._answered: set[tuple[str, str]] = set()  # agent processes and the episodes whose activation is complete
         self.name_of: Callable[[str], str] = lambda session: session
+        self.running: Callable[[str], str] = lambda server: server
         self._root = root
 
     def check(self, work: Callable[[], None]) -> None:
@@ -58,8 +61,10 @@ class Watch:
         """An object has landed."""
         if not key.endswith("/checkpoint.json"):
             return
-        folder = Path(key).parent
-        if json.loads(data)["state"] == "published":
+        folder, document = Path(key).parent, json.loads(data)
+        if document["state"] == "published":
+            if document["checkpoint_id"] in self.failed:
+                self.broke(1, f"{document['name']} was declared failed, and is published")
             self.published[str(folder)] = data
             self.check(lambda: _void(check_publication(folder)))
 
@@ -80,8 +85,15 @@ class Watch:
         key = key_of(seen)
         if key is not None and not seen.caller.startswith("collection"):
             self.check(lambda: self.attempts.acts(seen.caller, key, f"{seen.method} {seen.host}{seen.path}"))
+        if (seen.caller, key) in self._answered and not seen.path.endswith("close"):
+            self.broke(2, f"{seen.caller} works for {key} though its activation is complete: {seen.host}{seen.path}")
         if seen.host != "engine":
             self.calls.append(seen)
+
+    def reply(self, seen: Seen, status: int) -> None:
+        """An answer has come back. An activation that was answered is never run again."""
+        if seen.host == "agent" and seen.path.endswith("/v1/responses") and status == 200:
+            self._answered.add((self.running("agent"), key_of(seen) or ""))
 
     def entry(self, alive: Alive, entry: Mapping[str, Any]) -> None:
         """A journal entry has been written."""
@@ -107,7 +119,8 @@ class Watch:
         fence = self.attempts.fence(self.name_of(plane.author.session))
         fence.floor = max(fence.floor, floor)
 
-    def retired(self, plane: ControlPlane, keys: list[str]) -> None:
+    def retired(self, plane: ControlPlane, keys: list[str], before: set[str]) -> None:
+        """`before`: what it had in the same instant, if no time has passed."""
         fence = self.attempts.fence(self.name_of(plane.author.session))
         for rollout, attempt in map(split, keys):
             fence.marks[rollout] = max(attempt, fence.marks.get(rollout, -1))
@@ -115,6 +128,9 @@ class Watch:
             left = {key for key in held(plane.participant) if fence.is_stale(*split(key))}
             if left:
                 self.broke(3, f"{plane.author.instance} retired {keys} and still has {sorted(left)}")
+            lost = {key for key in before - held(plane.participant) if not fence.is_stale(*split(key))}
+            if lost:
+                self.broke(6, f"{plane.author.instance} retired {keys} and lost {sorted(lost)}")
 
     def forgotten(self, plane: ControlPlane, rollouts: list[str]) -> None:
         marks = self.attempts.fence(self.name_of(plane.author.session)).marks
@@ -136,14 +152,16 @@ class Watch:
             self.broke(6, f"{instance} restored {sorted(reply.restored)} of {sorted(wanted)}")
         if kind != "collection":
             folder = Path(request.checkpoint_dir) / kind / instance
+            if kind == "agent":
+                for session in held_sessions(plane.participant):
+                    if session.reply is not None:
+                        self._answered.add((self.name_of(plane.author.session), session.episode.key))
             expected = restored_as(kind, _records(folder), attempts)
             found = export_now(plane.participant)
             if found != expected:
                 odd = sorted(k for k in {*found, *expected} if found.get(k) != expected.get(k))
-                self.broke(
-                    6,
-                    f"{instance} does not have what was recorded: {[(k, expected.get(k), found.get(k)) for k in odd]}",
-                )
+                differing = [(key, expected.get(key), found.get(key)) for key in odd]
+                self.broke(6, f"{instance} does not have what was recorded: {differing}")
 
     def frozen(self, plane: WatchedPlane, request: m.CommitRequest, records: Mapping[str, bytes]) -> None:
         kind = plane.participant.kind
@@ -200,8 +218,9 @@ class WatchedPlane(ControlPlane):
         return reply
 
     async def retire(self, request: m.RetireRequest) -> m.RetireReply:
+        began, before = self._wall(), held(self.participant) if self.participant.kind != "collection" else set()
         reply = await super().retire(request)
-        self.watch.retired(self, request.episode_ids)
+        self.watch.retired(self, request.episode_ids, before if began == self._wall() else set())
         return reply
 
     async def forget(self, request: m.ForgetRequest) -> m.ForgetReply:
@@ -240,6 +259,10 @@ def held(participant: Any) -> set[str]:
             return {*participant._ledgers, *(call.episode.key for call in participant._calls)}
         case _:
             return set(participant._by_key)
+
+
+def held_sessions(agent: Any) -> list[Any]:
+    return list(agent._sessions.values())
 
 
 def _records(folder: Path) -> dict[str, bytes]:

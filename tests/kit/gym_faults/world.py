@@ -12,7 +12,7 @@ import secrets
 import shutil
 import tempfile
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import count
@@ -23,7 +23,7 @@ from unittest import mock
 
 import httpx
 
-from gym_faults.model import Violation, check_rows, require, split
+from gym_faults.model import Violation, check_rows, require, split, stages
 from gym_faults.watch import Watch, WatchedPlane, held
 from gym_rig.cell import TOKEN, Rig, rig_settings
 from gym_rig.coordinator import CoordinatorProcess
@@ -40,6 +40,7 @@ from gym_servers.protocol.phases import LEASED, Phase
 SERVERS = ("env", "policy", "agent", "counter", "collection")
 GRACE = 9.0
 LOOK_SECONDS = 0.9
+FAST = 0.01  # how long work in a thread takes
 RATE = 100.0  # tokens a second: a turn takes about one
 ROLLOUTS = 3
 CONCURRENCY = 2  # so that one begins when another has ended
@@ -53,7 +54,7 @@ class World:
     def __init__(self, seed: int) -> None:
         shared = Path("/dev/shm")
         self.folder = Path(tempfile.mkdtemp(prefix="gym-faults-", dir=shared if shared.is_dir() else None))
-        self.loop = VirtualLoop(thread_seconds=0.01)
+        self.loop = VirtualLoop(thread_seconds=FAST)
         asyncio.set_event_loop(self.loop)
         self._patches = ExitStack()
         numbers = count()
@@ -71,6 +72,8 @@ class World:
         self.coordinators: list[CoordinatorProcess] = []
         self.tasks: list[asyncio.Task[Any]] = []
         self.taken = 0
+        self._meddled = False  # somebody else has used the coordinator's ids
+        self._taking: dict[asyncio.Task[Any], CoordinatorProcess] = {}
         self.run(self._build(rows))
 
     async def _build(self, rows: Sequence[Any]) -> None:
@@ -91,7 +94,9 @@ class World:
         self.watch.name_of = self._name_of
         self.rig.plane_type = type("Plane", (WatchedPlane,), {"watch": self.watch})
         self.bucket.on_write = self.watch.written
+        self.watch.running = lambda server: self.rig.processes_by_name[server].incarnation
         self.network.on_request = self.watch.request
+        self.network.on_reply = self.watch.reply
         self.network.may_arrive_late = self._may_arrive_late
         self.rig.journal_file.on_entry = self.watch.entry
         self.rig.on_save = self.watch.saved
@@ -154,7 +159,9 @@ class World:
         self.coordinators.append(make(lease_grace=GRACE, prepare_timeout=15.0, commit_timeout=15.0))
 
     def coordinator_dies(self) -> None:
+        """Whoever waits for what it was doing waits in vain."""
         self.coordinator.kill()
+        self.tasks = [task for task in self.tasks if self._taking.get(task) is not self.coordinator]
 
     def checkpoint(self, prepare_timeout: float = 15.0) -> asyncio.Task[Any]:
         self.taken += 1
@@ -163,18 +170,31 @@ class World:
         async def tell(_: Progress) -> None:
             await asyncio.sleep(0.005)
 
+        coordinator, harmed = self.coordinator, self.network.harmed
+
         async def take() -> Any:
             try:
-                return await self.coordinator.controller.take(
-                    f"{name}-id", name, tell, prepare_timeout=prepare_timeout
-                )
-            except (CheckpointFailed, ConnectionError) as failure:
+                return await coordinator.controller.take(f"{name}-id", name, tell, prepare_timeout=prepare_timeout)
+            except ConnectionError as failure:
+                return failure
+            except CheckpointFailed as failure:
+                self._failed(f"{name}-id", failure, harmed == self.network.harmed)
                 return failure
 
         task = self.begin(take())
-        if not self.coordinated:
-            self.tasks.remove(task)
+        self._taking[task] = self.coordinator
         return task
+
+    def _failed(self, checkpoint_id: str, failure: CheckpointFailed, unharmed: bool) -> None:
+        """A checkpoint was declared failed: it is not published from now on, and nobody is left closed by it."""
+        published = any(json.loads(data)["checkpoint_id"] == checkpoint_id for data in self.watch.published.values())
+        if published and failure.settled:
+            self.watch.broke(1, f"{checkpoint_id} was declared failed, and was published before")
+        if not published:
+            self.watch.failed.add(checkpoint_id)
+        closed = [one.settings.name for one in self.alive() if one.plane.gate.control.checkpoint_id == checkpoint_id]
+        if closed and unharmed and failure.reason != "ParticipantDied" and not self._meddled:
+            self.watch.broke(4, f"{checkpoint_id} failed ({failure}), and {closed} are left closed")
 
     def in_service(self) -> bool:
         return self.coordinated and self.record.stage is Stage.RUNNING and not self.coordinator.controller.busy
@@ -191,6 +211,7 @@ class World:
 
     def verb(self, name: str, verb: str, body: dict[str, Any]) -> asyncio.Task[Any]:
         """A verb by somebody else than the coordinator; its answer, or None where none came."""
+        self._meddled = self._meddled or body["checkpoint_id"].startswith("cp")
         return self.begin(self._send("POST", f"http://{name}-control{PREFIX}/{verb}", json.dumps(body).encode()))
 
     def repeat(self, seen: Seen) -> asyncio.Task[Any]:
@@ -236,7 +257,10 @@ class World:
         phase, name = one.plane.gate.phase, one.settings.name
         until = one.plane._lease.expires_at()
         if phase in LEASED:
-            require(until is not None and until >= self.loop.time(), 4, f"{name} is {phase} without a lease")
+            now = self.loop.time()
+            require(
+                until is not None and now <= until <= now + GRACE, 4, f"{name} is {phase}, its lease ends {until}"
+            )
         else:
             require(until is None, 4, f"{name} is {phase} and has a lease")
         if phase is Phase.STARTING and one.settings.kind != "collection":
@@ -249,7 +273,7 @@ class World:
     def heal(self) -> None:
         self.network.faults.clear()
         self.bucket.heal()
-        self.loop.thread_seconds = 0.01
+        self.loop.thread_seconds = FAST
         self.coordinator.save_faults.clear()
 
     def complete(self) -> bool:
@@ -276,7 +300,7 @@ class World:
         self._check_account(continued)
 
     def _last_checkpoint(self) -> set[str]:
-        """With nothing wrong any more a checkpoint has to succeed; the rollouts that it holds."""
+        """With nothing wrong any more a checkpoint has to succeed; the rollouts it holds that have begun."""
         give_up, outcome = self.loop.time() + HEALING_SECONDS, None
         while self.loop.time() < give_up:
             require(self.until(self.in_service, LONGEST_SECONDS), 4, f"the cell is not in service: {self.story()}")
@@ -284,7 +308,7 @@ class World:
             require(self.until(task.done, 60.0), 4, f"a checkpoint does not end: {self.story()}")
             outcome = task.result()
             if not isinstance(outcome, Exception):
-                return {split(key)[0] for key in outcome.publication.episodes}
+                return {split(key)[0] for key, stage in stages(Path(outcome.uri)).items() if stage != "seed"}
             self.run(1.0)
         raise Violation(f"invariant 4: no checkpoint succeeds, though all is healed: {outcome}")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 from gym_rig.cell import Rig
@@ -39,10 +40,8 @@ class CoordinatorProcess:
 
     async def _look(self) -> None:
         while True:
-            try:
+            with suppress(StorageError, ConnectionError):  # the next look decides again
                 self.view = await self.controller.look()
-            except (StorageError, ConnectionError):
-                pass  # the next look decides again
             await asyncio.sleep(self._look_seconds)
 
     def kill(self) -> None:

@@ -70,13 +70,16 @@ class Seen:
 
 
 class Network:
-    """Hosts by name. `on_request` sees every request that is sent; it tells whether a late copy may still arrive."""
+    """Hosts by name. `on_request` sees every request that is sent, `on_reply` every status that came back whole;
+    `may_arrive_late` says whether a copy of a request may still arrive."""
 
     def __init__(self) -> None:
         self._hosts: dict[str, tuple[Asgi, Alive]] = {}
         self.faults: list[Fault] = []
         self.latency = 0.0
         self.on_request: Callable[[Seen], None] = lambda seen: None
+        self.on_reply: Callable[[Seen, int], None] = lambda seen, status: None
+        self.harmed = 0  # calls that met a fault
         self.may_arrive_late: Callable[[Seen], bool] = lambda seen: True
         self.under_way: dict[asyncio.Event, Seen] = {}
         self.crashes: list[str] = []  # errors that came out of an application: never wanted
@@ -101,6 +104,7 @@ class Network:
         """The fault that this call meets, used up by one."""
         met = next((fault for fault in self.faults if fault.meets(request)), None)
         if met is not None:
+            self.harmed += 1
             met.calls -= 1
             if met.calls == 0:
                 self.faults.remove(met)
@@ -110,6 +114,7 @@ class Network:
         """Break one of the calls under way, as its client going away does: what it asked for goes on."""
         calls = list(self.under_way)
         if calls:
+            self.harmed += 1
             calls[which % len(calls)].set()
         return bool(calls)
 
@@ -163,6 +168,7 @@ class _Transport(httpx.AsyncBaseTransport):
         if kind == "cut reply":
             # Still of the announced length: whoever reads it sees that it ends too early.
             return httpx.Response(response.status_code, headers=response.headers, stream=_Cut(response.content))
+        network.on_reply(seen, response.status_code)
         return response
 
     async def _travel(self, seconds: float, broken: asyncio.Event) -> None:
