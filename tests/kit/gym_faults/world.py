@@ -122,11 +122,11 @@ class World:
 
         return bool(self.run(wait()))
 
-    def begin(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Something that has to come to an end, by itself, once all is healed."""
+    def begin(self, work: Coroutine[Any, Any, Any], alive: Alive | None = None) -> asyncio.Task[Any]:
+        """Something that has to come to an end, by itself, once all is healed. `alive`: whose task it is."""
 
         async def start() -> asyncio.Task[Any]:
-            return asyncio.ensure_future(work)
+            return asyncio.get_running_loop().create_task(work, context=alive.context() if alive else None)
 
         task: asyncio.Task[Any] = self.run(start())
         self.tasks.append(task)
@@ -181,7 +181,7 @@ class World:
                 self._failed(f"{name}-id", failure, harmed == self.network.harmed)
                 return failure
 
-        task = self.begin(take())
+        task = self.begin(take(), coordinator.alive)
         self._taking[task] = self.coordinator
         return task
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -78,6 +78,10 @@ class ProcessJournal:
             file.write(b"".join(json.dumps(entry).encode() + b"\n" for entry in entries))
         for entry in entries:
             self.journal.on_entry(self.alive, entry)
+
+
+async def _run(background: Callable[[], Awaitable[None]]) -> None:
+    await background()
 
 
 class _Switch:
@@ -214,7 +218,7 @@ class Rig:
         self.network.listen(name, server.app, alive)
         background = None
         if server.background is not None:
-            background = asyncio.ensure_future(server.background())
+            background = asyncio.get_running_loop().create_task(_run(server.background), context=alive.context())
         running = Running(self.settings[name], server, plane, alive, background)
         self.processes_by_name[name] = running
         return running

@@ -36,7 +36,7 @@ class CoordinatorProcess:
             record,
             wall=rig.wall,
         )
-        self.looking = asyncio.ensure_future(self._look())
+        self.looking = asyncio.get_running_loop().create_task(self._look(), context=self.alive.context())
 
     async def _look(self) -> None:
         while True:

@@ -17,6 +17,8 @@ from typing import Any, Literal
 
 import httpx
 
+from gym_rig.virtual import lives
+
 Asgi = Callable[..., Any]
 Kind = Literal["unreachable", "lose request", "lose reply", "break off", "cut reply", "delay", "duplicate"]
 
@@ -30,6 +32,12 @@ class Alive:
     name: str = ""
     died: asyncio.Event = field(default_factory=asyncio.Event)
     handling: set[asyncio.Task[httpx.Response]] = field(default_factory=set)
+
+    def context(self) -> contextvars.Context:
+        """Of a task of this process: it sees no context variable of anybody else."""
+        context = contextvars.Context()
+        context.run(lives.set, lambda: not self.died.is_set())
+        return context
 
     def kill(self) -> None:
         self.died.set()
@@ -203,10 +211,9 @@ class _Transport(httpx.AsyncBaseTransport):
     def _handle(
         self, app: Asgi, alive: Alive, request: httpx.Request, body: bytes, started: asyncio.Event
     ) -> asyncio.Task[httpx.Response]:
-        """A task and a context of its own, as behind a socket: a caller that leaves does not end it, and no context
-        variable of the caller is seen by it."""
+        """A task of its own, as behind a socket: a caller that leaves does not end it."""
         work = _answer(app, request, body, started, self._network.crashes)
-        task = asyncio.get_running_loop().create_task(work, context=contextvars.Context())
+        task = asyncio.get_running_loop().create_task(work, context=alive.context())
         alive.handling.add(task)
         task.add_done_callback(alive.handling.discard)
         return task

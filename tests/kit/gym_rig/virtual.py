@@ -10,7 +10,11 @@ from __future__ import annotations
 import asyncio
 import selectors
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
+
+# Whether the process lives whose task this is: what its threads had still to do dies with it.
+lives: ContextVar[Callable[[], bool]] = ContextVar("lives", default=lambda: True)
 
 START = 1_000_000.0  # also serves as Unix time in tests, where 0 would be refused
 
@@ -39,8 +43,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def _later(self, seconds: float, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         future: asyncio.Future[Any] = self.create_future()
+        alive = lives.get()
 
         def run() -> None:
+            if not alive():
+                return
             # Also where nobody waits for it any more: a thread that has begun cannot be called back.
             try:
                 result = func(*args)
