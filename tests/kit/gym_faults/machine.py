@@ -37,12 +37,25 @@ class Faults(RuleBasedStateMachine):
     endings: ClassVar[tuple[int, ...]] = (0, 1, 1, 2)
     world: World
 
-    @initialize(seed=st.integers(1, 4), crashes=st.sampled_from(endings), warm=st.sampled_from([0.5, 1.5, 2.5]))
-    def begin(self, seed: int, crashes: int, warm: float) -> None:
+    @initialize(
+        seed=st.integers(1, 4),
+        crashes=st.sampled_from(endings),
+        warm=st.sampled_from([0.5, 1.5, 2.5]),
+        first=st.sampled_from(["nothing", "a checkpoint", "a checkpoint and a crash"]),
+    )
+    def begin(self, seed: int, crashes: int, warm: float, first: str) -> None:
+        """Most of what can go wrong needs something to go wrong with."""
         self.broken = False
         self.crashes = crashes
         self.world = World(seed)
         self.passes(warm)
+        if first != "nothing":
+            self.world.until(self.world.checkpoint().done, 10.0)
+            self.passes(0.3)
+        if first == "a checkpoint and a crash":
+            self.world.kill(*SERVERS)
+            self.world.until(lambda: self.world.record.attempt and self.world.in_service(), 10.0)
+            self.passes(0.3)
 
     def passes(self, seconds: float) -> None:
         """Time passes, then everything is looked at."""
@@ -124,26 +137,37 @@ class Faults(RuleBasedStateMachine):
         self.passes(then)
 
     @precondition(lambda self: self.world.coordinated)
-    @rule(first=VICTIMS, second=VICTIMS, moment=st.sampled_from([0.0, 0.02, 0.05, 0.2]))
-    def crash_in_the_recovery(self, first: tuple[str, ...], second: tuple[str, ...], moment: float) -> None:
-        self.world.kill(*first)
-        self.world.until(lambda: self.world.record.stage is Stage.STARTING and self.world.record.pins, 8.0)
-        self.passes(moment)
-        self.world.kill(*second)
-        self.passes(0.3)
-
-    @precondition(lambda self: self.world.coordinated)
     @rule(
         victims=VICTIMS,
-        moment=st.sampled_from([0.0, 0.01, 0.03, 0.05]),
-        then=st.sampled_from([0.0, 1.0, GRACE + 1.0]),
+        slow=st.booleans(),
+        moment=st.sampled_from([0.0, 0.01, 0.02, 0.05, 0.2]),
+        by=st.sampled_from(["a second death", "the coordinator's death", "a predecessor's resume", "old calls"]),
+        second=VICTIMS,
+        then=st.sampled_from([0.0, 0.3, 1.0, GRACE + 1.0]),
     )
-    def coordinator_dies_in_the_recovery(self, victims: tuple[str, ...], moment: float, then: float) -> None:
+    def recovery_is_disturbed(
+        self, victims: tuple[str, ...], slow: bool, moment: float, by: str, second: tuple[str, ...], then: float
+    ) -> None:
+        """`slow`: storage takes a while to give the records."""
         self.world.kill(*victims)
+        self.world.until(lambda: self.world.record.stage is Stage.STARTING, 8.0)
+        if by == "old calls":
+            self._old_calls(0, 12)
+        if slow:
+            self.world.loop.thread_seconds = 0.5
         self.world.until(lambda: self.world.record.stage is Stage.STARTING and self.world.record.pins, 8.0)
         self.passes(moment)
-        self.world.coordinator_dies()
+        match by:
+            case "a second death":
+                self.world.kill(*second)
+            case "the coordinator's death":
+                self.world.coordinator_dies()
+            case "a predecessor's resume":
+                self.foreign_verb("resume", "all", "f1", 5.0, True, False, "all", 0.0)
+            case _:
+                self._old_calls(0, 12)
         self.passes(then)
+        self.world.loop.thread_seconds = FAST
 
     @precondition(lambda self: self.world.coordinated)
     @rule(then=MOMENTS)
@@ -330,10 +354,13 @@ class Faults(RuleBasedStateMachine):
     @rule(which=st.integers(0, 200), calls=st.sampled_from([1, 4, 12]), then=MOMENTS)
     def old_calls_again(self, which: int, calls: int, then: float) -> None:
         """Of replaced attempts, everything; of one that still runs, what may be repeated."""
+        self._old_calls(which, calls)
+        self.passes(then)
+
+    def _old_calls(self, which: int, calls: int) -> None:
         repeatable = [seen for seen in self.world.watch.calls if self._may_come_again(seen)]
         for number in range(min(calls, len(repeatable))):
             self.world.repeat(repeatable[(which + number) % len(repeatable)])
-        self.passes(then)
 
     def _may_come_again(self, seen: Seen) -> bool:
         attempts = self.world.watch.attempts

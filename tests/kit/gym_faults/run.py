@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import sys
 
 from hypothesis import HealthCheck, Phase, settings
@@ -25,6 +26,8 @@ SHORT = settings(
 def main() -> int:
     examples = int(os.environ.get("N", "1000"))
     long = settings(SHORT, max_examples=examples, derandomize=False)
+    if seconds := os.environ.get("CPU_SECONDS"):
+        resource.setrlimit(resource.RLIMIT_CPU, (int(seconds), int(seconds)))  # the machine may be busy with others
     if os.environ.get("FIRST"):
         # The first sequence that fails, as it was found: for whoever wants to know only whether there is one.
         long = settings(long, phases=[Phase.generate], report_multiple_bugs=False)

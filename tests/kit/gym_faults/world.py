@@ -39,7 +39,7 @@ from gym_servers.protocol.phases import LEASED, Phase
 
 SERVERS = ("env", "policy", "agent", "counter", "collection")
 GRACE = 9.0
-LOOK_SECONDS = 0.9
+LOOK_SECONDS = 1.2
 FAST = 0.01  # how long work in a thread takes
 RATE = 100.0  # tokens a second: a turn takes about one
 ROLLOUTS = 3

@@ -21,6 +21,8 @@ from typing import Any, Literal, cast
 from unittest import mock
 
 import httpx
+from fastapi._compat import v2 as fastapi_types
+from pydantic import TypeAdapter
 
 from gym_rig.network import Alive, Network
 from gym_rig.storage import Bucket, BucketView, FaultyOutput
@@ -95,6 +97,17 @@ class _Switch:
 
 
 _SPARE: list[tuple[_Switch, Any]] = []
+
+
+_ADAPTERS: dict[str, TypeAdapter[Any]] = {}
+
+
+def _kept_adapter(type: Any, *, config: Any = None) -> TypeAdapter[Any]:
+    """Made once for each type: a process's routes are made again at each of its starts."""
+    key = f"{type!r} {config!r}"
+    if key not in _ADAPTERS:
+        _ADAPTERS[key] = TypeAdapter(type, config=config)
+    return _ADAPTERS[key]
 
 
 @dataclass(eq=False)
@@ -204,6 +217,7 @@ class Rig:
             mock.patch.object(httpx, "AsyncClient", client),
             mock.patch.object(assembly, "open_journal", lambda _: self.journal_file.of(alive)),
             mock.patch.object(assembly, "open_store", opener),
+            mock.patch.object(fastapi_types, "TypeAdapter", _kept_adapter),
         ):
             server = assemble(self.settings[name], COOKIES)
         server.participant.gate.clock = self.wall

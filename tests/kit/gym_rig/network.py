@@ -32,6 +32,7 @@ class Alive:
     name: str = ""
     died: asyncio.Event = field(default_factory=asyncio.Event)
     handling: set[asyncio.Task[httpx.Response]] = field(default_factory=set)
+    calls: set[asyncio.Future[str]] = field(default_factory=set)  # that end with it
 
     def context(self) -> contextvars.Context:
         """Of a task of this process: it sees no context variable of anybody else."""
@@ -43,6 +44,14 @@ class Alive:
         self.died.set()
         for task in self.handling:
             task.cancel()
+        for call in self.calls:
+            end(call, "a process died")
+
+
+def end(call: asyncio.Future[str], why: str) -> None:
+    """End a call under way."""
+    if not call.done():
+        call.set_result(why)
 
 
 @dataclass(eq=False)
@@ -89,7 +98,7 @@ class Network:
         self.on_reply: Callable[[Seen, int], None] = lambda seen, status: None
         self.harmed = 0  # calls that met a fault
         self.may_arrive_late: Callable[[Seen], bool] = lambda seen: True
-        self.under_way: dict[asyncio.Event, Seen] = {}
+        self.under_way: dict[asyncio.Future[str], Seen] = {}
         self.crashes: list[str] = []  # errors that came out of an application: never wanted
 
     def listen(self, host: str, app: Asgi, alive: Alive) -> None:
@@ -123,7 +132,7 @@ class Network:
         calls = list(self.under_way)
         if calls:
             self.harmed += 1
-            calls[which % len(calls)].set()
+            end(calls[which % len(calls)], "the connection broke")
         return bool(calls)
 
 
@@ -139,37 +148,46 @@ class _Transport(httpx.AsyncBaseTransport):
         headers = {name: value for name, value in request.headers.items() if name != "content-length"}
         seen = Seen(self._caller.name, request.url.host, request.method, request.url.path, headers, body)
         network.on_request(seen)
-        broken = asyncio.Event()
-        network.under_way[broken] = seen
+        ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        network.under_way[ended] = seen
+        self._caller.calls.add(ended)
         try:
-            return await self._send(request, body, seen, broken)
+            return await self._send(request, body, seen, ended)
         finally:
-            del network.under_way[broken]
+            del network.under_way[ended]
+            self._caller.calls.discard(ended)
 
-    async def _send(self, request: httpx.Request, body: bytes, seen: Seen, broken: asyncio.Event) -> httpx.Response:
-        network, host = self._network, request.url.host
+    async def _send(
+        self, request: httpx.Request, body: bytes, seen: Seen, ended: asyncio.Future[str]
+    ) -> httpx.Response:
+        network, host, loop = self._network, request.url.host, asyncio.get_running_loop()
         fault = network.fault(request)
         kind = fault.kind if fault is not None else None
         seconds = fault.seconds if fault is not None else 0.0
         if kind == "unreachable":
             raise httpx.ConnectError(f"no way to {host}")
-        await self._travel(network.latency + (seconds if kind == "delay" else 0.0), broken)
+        await self._travel(network.latency + (seconds if kind == "delay" else 0.0), ended)
         if kind == "lose request":
             raise httpx.ReadError(f"the request to {host} was lost")
         app, alive = network.find(host)
-        started = asyncio.Event()
+        started: asyncio.Future[None] = loop.create_future()
         task = self._handle(app, alive, request, body, started)
         if kind == "duplicate":
-            asyncio.get_running_loop().call_later(seconds, self._again, request, body, seen)
+            loop.call_later(seconds, self._again, request, body, seen)
         if kind == "break off":
-            asyncio.get_running_loop().call_later(BREAK_SECONDS, broken.set)
+            loop.call_later(BREAK_SECONDS, end, ended, "the connection broke")
+        alive.calls.add(ended)
         try:
-            async with asyncio.timeout((request.extensions.get("timeout") or {}).get("read")):
-                await self._until(asyncio.ensure_future(started.wait()), broken, alive)
+            timeout = (request.extensions.get("timeout") or {}).get("read")
+            if timeout is not None:
+                async with asyncio.timeout(timeout):
+                    await self._until(started, ended)
+            await self._until(task, ended)
+            await self._travel(network.latency, ended)
         except TimeoutError as error:
             raise httpx.ReadTimeout(f"{host} has not answered") from error
-        await self._until(task, broken, alive)
-        await self._travel(network.latency, broken)
+        finally:
+            alive.calls.discard(ended)
         if kind == "lose reply":
             raise httpx.ReadError(f"the reply of {host} was lost")
         response = task.result()
@@ -179,26 +197,24 @@ class _Transport(httpx.AsyncBaseTransport):
         network.on_reply(seen, response.status_code)
         return response
 
-    async def _travel(self, seconds: float, broken: asyncio.Event) -> None:
+    async def _travel(self, seconds: float, ended: asyncio.Future[str]) -> None:
         if seconds:
-            await self._until(asyncio.ensure_future(asyncio.sleep(seconds)), broken, None)
+            loop = asyncio.get_running_loop()
+            arrived: asyncio.Future[None] = loop.create_future()
+            timer = loop.call_later(seconds, arrived.set_result, None)
+            try:
+                await self._until(arrived, ended)
+            finally:
+                timer.cancel()
 
-    async def _until(self, work: asyncio.Task[Any], broken: asyncio.Event, callee: Alive | None) -> None:
-        """Until `work` is done. Raises ReadError where the connection broke or the callee died; a dead caller never
-        comes back from here."""
-        ends = [self._caller.died, broken, *([callee.died] if callee is not None else [])]
-        waits = [asyncio.ensure_future(end.wait()) for end in ends]
-        try:
-            await asyncio.wait([work, *waits], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for one in waits:
-                one.cancel()
+    async def _until(self, work: asyncio.Future[Any], ended: asyncio.Future[str]) -> None:
+        """Until `work` is done. Raises ReadError where the call ended before; a dead caller never comes back from
+        here."""
+        await asyncio.wait([work, ended], return_when=asyncio.FIRST_COMPLETED)
         if self._caller.died.is_set():
             await _never()
-        if callee is not None and callee.died.is_set():
-            raise httpx.ReadError("the called process died")
-        if broken.is_set():
-            raise httpx.ReadError("the connection broke")
+        if ended.done():
+            raise httpx.ReadError(ended.result())
 
     def _again(self, request: httpx.Request, body: bytes, seen: Seen) -> None:
         try:
@@ -206,10 +222,10 @@ class _Transport(httpx.AsyncBaseTransport):
         except httpx.ConnectError:
             return
         if self._network.may_arrive_late(seen):
-            self._handle(app, alive, request, body, asyncio.Event())
+            self._handle(app, alive, request, body, asyncio.get_running_loop().create_future())
 
     def _handle(
-        self, app: Asgi, alive: Alive, request: httpx.Request, body: bytes, started: asyncio.Event
+        self, app: Asgi, alive: Alive, request: httpx.Request, body: bytes, started: asyncio.Future[None]
     ) -> asyncio.Task[httpx.Response]:
         """A task of its own, as behind a socket: a caller that leaves does not end it."""
         work = _answer(app, request, body, started, self._network.crashes)
@@ -220,7 +236,7 @@ class _Transport(httpx.AsyncBaseTransport):
 
 
 async def _answer(
-    app: Asgi, request: httpx.Request, body: bytes, started: asyncio.Event, crashes: list[str]
+    app: Asgi, request: httpx.Request, body: bytes, started: asyncio.Future[None], crashes: list[str]
 ) -> httpx.Response:
     scope = {
         "type": "http",
@@ -249,7 +265,8 @@ async def _answer(
         nonlocal status, headers
         if message["type"] == "http.response.start":
             status, headers = message["status"], list(message.get("headers", []))
-            started.set()
+            if not started.done():
+                started.set_result(None)
         elif message["type"] == "http.response.body":
             parts.append(message.get("body", b""))
 
@@ -258,7 +275,8 @@ async def _answer(
     except Exception as error:
         # It has answered with 500, or not at all: then that is the answer.
         crashes.append(f"{request.url.host}{request.url.path}: {type(error).__name__}: {error}")
-    started.set()
+    if not started.done():
+        started.set_result(None)
     return httpx.Response(status, headers=headers, content=b"".join(parts))
 
 
