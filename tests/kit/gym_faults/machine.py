@@ -41,13 +41,15 @@ class Faults(RuleBasedStateMachine):
         seed=st.integers(1, 4),
         crashes=st.sampled_from(endings),
         warm=st.sampled_from([0.5, 1.5, 2.5]),
+        slow=st.booleans(),
         first=st.sampled_from(["nothing", "a checkpoint", "a checkpoint and a crash"]),
     )
-    def begin(self, seed: int, crashes: int, warm: float, first: str) -> None:
-        """Most of what can go wrong needs something to go wrong with."""
+    def begin(self, seed: int, crashes: int, warm: float, slow: bool, first: str) -> None:
+        """Most of what can go wrong needs something to go wrong with. `slow`: messages and effects take a while, so
+        that more is under way at any moment."""
         self.broken = False
         self.crashes = crashes
-        self.world = World(seed)
+        self.world = World(seed, latency=0.1 if slow else 0.003, journal_seconds=0.3 if slow else 0.02)
         self.passes(warm)
         if first != "nothing":
             self.world.until(self.world.checkpoint().done, 10.0)
@@ -96,22 +98,26 @@ class Faults(RuleBasedStateMachine):
 
     @precondition(lambda self: self.world.coordinated)
     @rule(
-        kinds=st.lists(st.sampled_from(["before", "after"]), min_size=1, max_size=3),
+        kinds=st.lists(st.sampled_from(["before", "after"]), max_size=3),
+        spoiled=st.booleans(),
         saved=st.sampled_from([None, "before", "after"]),
         dies=st.booleans(),
     )
     def publication_in_doubt(
         self,
         kinds: list[Literal["before", "after"]],
+        spoiled: bool,
         saved: Literal["before", "after"] | None,
         dies: bool,
     ) -> None:
-        """The one write that decides fails, and so does what tries to settle it; perhaps the coordinator dies of
-        it."""
+        """The one write that decides fails, and so does what tries to settle it; records are damaged on their way to
+        storage; perhaps the coordinator dies of it."""
         self.world.until(self.world.in_service, 5.0)
         self.world.bucket.faults[:0] = [WriteFault(kind, "checkpoint.json") for kind in kinds]
+        if spoiled:
+            self.world.bucket.faults.append(WriteFault("spoil", "/pack"))
         taken = self.world.checkpoint()
-        self.world.until(lambda: len(self.world.bucket.faults) < len(kinds) or taken.done(), 3.0)
+        self.world.until(lambda: len(self.world.bucket.faults) < len(kinds) or taken.done(), 6.0)
         if saved is not None:
             self.world.coordinator.save_faults.append(saved)
         self.world.until(taken.done, 3.0)
@@ -140,8 +146,16 @@ class Faults(RuleBasedStateMachine):
     @rule(
         victims=VICTIMS,
         slow=st.booleans(),
-        moment=st.sampled_from([0.0, 0.01, 0.02, 0.05, 0.2]),
-        by=st.sampled_from(["a second death", "the coordinator's death", "a predecessor's resume", "old calls"]),
+        moment=st.sampled_from([0.0, 0.01, 0.03, 0.15, 0.3]),
+        by=st.sampled_from(
+            [
+                "a second death",
+                "the coordinator's death",
+                "a predecessor's resume",
+                "a predecessor's restore",
+                "old calls",
+            ]
+        ),
         second=VICTIMS,
         then=st.sampled_from([0.0, 0.3, 1.0, GRACE + 1.0]),
     )
@@ -150,11 +164,8 @@ class Faults(RuleBasedStateMachine):
     ) -> None:
         """`slow`: storage takes a while to give the records."""
         self.world.kill(*victims)
-        self.world.until(lambda: self.world.record.stage is Stage.STARTING, 8.0)
-        if by == "old calls":
-            self._old_calls(0, 12)
         if slow:
-            self.world.loop.thread_seconds = 0.5
+            self.world.loop.thread_seconds = 0.1
         self.world.until(lambda: self.world.record.stage is Stage.STARTING and self.world.record.pins, 8.0)
         self.passes(moment)
         match by:
@@ -164,8 +175,13 @@ class Faults(RuleBasedStateMachine):
                 self.world.coordinator_dies()
             case "a predecessor's resume":
                 self.foreign_verb("resume", "all", "f1", 5.0, True, False, "all", 0.0)
+            case "a predecessor's restore":
+                self._foreign_restore("all", 0, 0.0)
+                self.world.coordinator_dies()
             case _:
-                self._old_calls(0, 12)
+                for _ in range(5):  # whenever somebody opens, they are there
+                    self._old_calls(0, 8)
+                    self.passes(0.015)
         self.passes(then)
         self.world.loop.thread_seconds = FAST
 
@@ -225,17 +241,22 @@ class Faults(RuleBasedStateMachine):
         self._verb(who, verb, which, seconds, then, **more)
 
     @rule(
-        pause=st.sampled_from([0.05, 0.3, 1.0, 3.0]),
+        orderly=st.booleans(),
+        between=st.sampled_from([0.02, 0.3, 1.0]),
+        pause=st.sampled_from([0.05, 1.0, 3.0]),
         scope=st.sampled_from(["all", "one"]),
         background=st.booleans(),
         resumed=st.booleans(),
     )
-    def foreign_checkpoint(self, pause: float, scope: str, background: bool, resumed: bool) -> None:
-        """All of one, slowly, by another coordinator; nobody publishes it."""
-        for name in ("collection", "env", "policy", "agent", "counter"):
-            self._verb(name, "prepare", "f6", 25.0, 0.05)
+    def foreign_checkpoint(
+        self, orderly: bool, between: float, pause: float, scope: str, background: bool, resumed: bool
+    ) -> None:
+        """All of one, slowly, by another coordinator; nobody publishes it. `orderly`: callers before the called."""
+        order = ("collection", "env", "policy", "agent", "counter")
+        for name in order if orderly else order[::-1]:
+            self._verb(name, "prepare", "f6", 25.0, between)
         self.passes(pause)
-        self.foreign_verb("commit", "all", "f6", 5.0, False, background, scope, pause)
+        self.foreign_verb("commit", "all", "f6", 25.0, False, background, scope, pause)
         if resumed:
             self._verb("all", "resume", "f6", 5.0, 0.05)
 

@@ -159,6 +159,7 @@ def check_rows(rows: Sequence[Row], wanted: Mapping[str, Row]) -> None:
     require(found == sorted(wanted), 2, f"rows of {found}, wanted one of each of {sorted(wanted)}")
     for row in rows:
         name, task = row["_ng_rollout_id"], wanted[row["_ng_rollout_id"]]
+        require("response" in row and "reward" in row, 2, f"{name} has a row without a result")
         (expected, tokens), got = trajectory(task), told(row["response"]["output"])
         require(got == expected, 2, f"the trajectory of {name} is another one: {got} instead of {expected}")
         used = row["response"]["usage"]["output_tokens"]

@@ -197,12 +197,6 @@ MUTANTS = (
         "        self._ledgers.update(staged)\n",
         "",
     ),
-    Mutant(
-        "two restores of one cell are taken for one",
-        "coordination/install.py",
-        "others = [status.instance for status in statuses if status.restored_from != restore_id]",
-        "others: list[str] = []",
-    ),
     # ---- idempotence ----
     Mutant(
         "answer a tool call twice",
@@ -286,10 +280,10 @@ MUTANTS = (
         "        if not self._commits:",
     ),
     Mutant(
-        "session pin ignored",
-        "coordination/decide.py",
-        "        if one.incarnation != pin.incarnation:",
-        "        if False:",
+        "session pin ignored: an agent session serves another attempt",
+        "participants/agent.py",
+        "if self.gate.enabled and (episode is None or episode != session.episode):",
+        "if False:",
     ),
     Mutant(
         "resources are asked before those who call them",

@@ -41,6 +41,8 @@ class Watch:
         self.failed: set[str] = set()  # ids of checkpoints that were declared failed, and were not published
         self.calls: list[Seen] = []  # data calls, for those who repeat them
         self._answered: set[tuple[str, str]] = set()  # agent processes and the episodes whose activation is complete
+        self._generated: set[tuple[str, str]] = set()  # model processes and the calls that the engine answered them
+        self._stale: dict[int, Seen] = {}  # calls that were stale when they were sent
         self.name_of: Callable[[str], str] = lambda session: session
         self.running: Callable[[str], str] = lambda server: server
         self._root = root
@@ -77,7 +79,10 @@ class Watch:
     # ---- the wire and the journal -------------------------------------------------------------------------
 
     def request(self, seen: Seen) -> None:
-        if seen.path.startswith("/ng-control") or not seen.caller or seen.caller == "client":
+        if seen.path.startswith("/ng-control") or not seen.caller:
+            return
+        if seen.caller == "client":
+            self._sent_when_stale(seen)
             return
         if seen.path == "/run":
             episode = json.loads(seen.body)["episode_id"]
@@ -89,9 +94,22 @@ class Watch:
             self.broke(2, f"{seen.caller} works for {key} though its activation is complete: {seen.host}{seen.path}")
         if seen.host != "engine":
             self.calls.append(seen)
+        elif (seen.caller, _call_of(seen)) in self._generated and key and split(key)[0] not in self.attempts.over:
+            self.broke(2, f"{seen.caller} generates {_call_of(seen)} again")
+
+    def _sent_when_stale(self, seen: Seen) -> None:
+        key, fence = key_of(seen), self.attempts.fence(self.running(seen.host))
+        closes = seen.path.endswith(("close", "close_session"))  # of what is not there any more: granted
+        if key is not None and not closes and fence.is_stale(*split(key)):
+            self._stale[id(seen)] = seen
 
     def reply(self, seen: Seen, status: int) -> None:
-        """An answer has come back. An activation that was answered is never run again."""
+        """An answer has come back. An activation that was answered is never run again, nor is a model call, and who
+        is stale is refused."""
+        if self._stale.pop(id(seen), None) is not None and status < 300:
+            self.broke(3, f"{seen.host} had fenced off what it answered: {seen.method} {seen.path}")
+        if seen.host == "engine":
+            self._generated.add((seen.caller, _call_of(seen)))
         if seen.host == "agent" and seen.path.endswith("/v1/responses") and status == 200:
             self._answered.add((self.running("agent"), key_of(seen) or ""))
 
@@ -237,6 +255,11 @@ def key_of(seen: Seen) -> str | None:
     if seen.path.startswith(ROLLOUT):
         return seen.path.removeprefix(ROLLOUT).partition("/")[0]
     return None
+
+
+def _call_of(seen: Seen) -> str:
+    """The model call that an engine request is for: episode and position."""
+    return seen.headers.get("x-request-id", "").rpartition("/")[0]
 
 
 def export_now(participant: Participant) -> dict[str, bytes]:

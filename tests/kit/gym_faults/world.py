@@ -49,9 +49,10 @@ LONGEST_SECONDS = 400.0  # from the healing of everything to the end of the coll
 
 
 class World:
-    """One cell from its start to its end. `seed` chooses its rows."""
+    """One cell from its start to its end. `seed` chooses its rows; a message takes `latency`, a journal entry
+    `journal_seconds`."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, latency: float = 0.003, journal_seconds: float = 0.02) -> None:
         shared = Path("/dev/shm")
         self.folder = Path(tempfile.mkdtemp(prefix="gym-faults-", dir=shared if shared.is_dir() else None))
         self.loop = VirtualLoop(thread_seconds=FAST)
@@ -74,9 +75,9 @@ class World:
         self.taken = 0
         self._meddled = False  # somebody else has used the coordinator's ids
         self._taking: dict[asyncio.Task[Any], CoordinatorProcess] = {}
-        self.run(self._build(rows))
+        self.run(self._build(rows, latency, journal_seconds))
 
-    async def _build(self, rows: Sequence[Any]) -> None:
+    async def _build(self, rows: Sequence[Any], latency: float, journal_seconds: float) -> None:
         settings, root = rig_settings(self.folder, rows)
         changed = {}
         for name, one in settings.items():
@@ -88,8 +89,8 @@ class World:
         self.rig = Rig(self.folder, changed, root, rate=RATE, backoff_limit=10**6)
         self.rig.bucket = self.bucket = Bucket()
         self.network = self.rig.network
-        self.network.latency = 0.003
-        self.rig.journal_file.seconds = 0.02
+        self.network.latency = latency
+        self.rig.journal_file.seconds = journal_seconds
         self.watch = Watch(Path(root))
         self.watch.name_of = self._name_of
         self.rig.plane_type = type("Plane", (WatchedPlane,), {"watch": self.watch})
