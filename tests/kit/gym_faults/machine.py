@@ -259,6 +259,7 @@ class Faults(RuleBasedStateMachine):
         self.foreign_verb("commit", "all", "f6", 25.0, False, background, scope, pause)
         if resumed:
             self._verb("all", "resume", "f6", 5.0, 0.05)
+            self._verb("all", "renew", "f6", 2.0, 0.05)
 
     @rule(
         verb=st.sampled_from(["restore", "retire", "retire", "forget"]),

@@ -266,7 +266,7 @@ def export_now(participant: Participant) -> dict[str, bytes]:
     """All that a participant would export at this moment. Of servers whose export needs no waiting."""
     exporting = participant.export(Scope(None))
     try:
-        exporting.send(None)  # type: ignore[attr-defined]  # a coroutine: it is not awaited, no time may pass
+        exporting.send(None)  # not awaited: no time may pass
     except StopIteration as done:
         records: dict[str, bytes] = done.value
         return records

@@ -58,12 +58,9 @@ class World:
         self.loop = VirtualLoop(thread_seconds=FAST)
         asyncio.set_event_loop(self.loop)
         self._patches = ExitStack()
-        numbers = count()
-        unique = lambda: hashlib.sha256(str(next(numbers)).encode()).hexdigest()  # noqa: E731
         for target, name, value in (
             (peers, "time", SimpleNamespace(monotonic=self.loop.time)),
-            (uuid, "uuid4", lambda: uuid.UUID(unique()[:32])),
-            (secrets, "token_hex", lambda size: unique()[: 2 * size]),
+            *counted_identifiers(),
         ):
             self._patches.enter_context(mock.patch.object(target, name, value))
         self._level = logging.root.manager.disable
@@ -369,6 +366,22 @@ class World:
         self._patches.close()
         logging.disable(self._level)
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def counted_identifiers() -> list[tuple[Any, str, Callable[..., Any]]]:
+    """In the place of what draws identifiers: such as are always the same, and no two alike."""
+    numbers = count()
+
+    def unique() -> str:
+        return hashlib.sha256(str(next(numbers)).encode()).hexdigest()
+
+    def uuid4() -> uuid.UUID:
+        return uuid.UUID(unique()[:32])
+
+    def token_hex(size: int = 16) -> str:
+        return unique()[: 2 * size]
+
+    return [(uuid, "uuid4", uuid4), (secrets, "token_hex", token_hex)]
 
 
 async def _gathered(tasks: set[asyncio.Task[Any]]) -> None:
