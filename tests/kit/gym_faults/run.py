@@ -11,7 +11,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from gym_faults.machine import Faults
 
-STEPS = 14
+STEPS = 22
 
 SHORT = settings(
     max_examples=60,
