@@ -48,15 +48,18 @@ def create_app(
         body = await _json(request)
         session_id = str(body.get("resources_session_id") or uuid.uuid4().hex)
         row = body["task_data"] if isinstance(body.get("task_data"), dict) else body
+        episode = current_episode()
 
         async def begin() -> None:
             try:
                 await server.seed(session_id, row)
             except ValueError as error:
                 raise ProtocolError("invalid_request", f"the task's row: {error}") from error
+            # Part of the seed: a retire that comes meanwhile waits for it, nothing of the episode is told after that.
+            begun = ToolSession(session_id, episode)
+            await journal.append([{"kind": "seed", "server": instance, **journal_identity(begun)}])
 
-        session = await participant.seed(session_id, current_episode(), begin)
-        await journal.append([{"kind": "seed", "server": instance, **journal_identity(session)}])
+        await participant.seed(session_id, episode, begin)
         request.session["session_id"] = session_id
         if server.checkpoint_mode == "restart_only":
             response.headers[headers.RESTART] = server.name
