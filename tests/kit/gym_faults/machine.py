@@ -42,7 +42,7 @@ class Faults(RuleBasedStateMachine):
         crashes=st.sampled_from(endings),
         warm=st.sampled_from([0.5, 1.5, 2.5]),
         slow=st.booleans(),
-        first=st.sampled_from(["nothing", "a checkpoint", "a checkpoint and a crash"]),
+        first=st.sampled_from(["nothing", "a checkpoint", "a publication's answer lost", "a checkpoint and a crash"]),
     )
     def begin(self, seed: int, crashes: int, warm: float, slow: bool, first: str) -> None:
         """Most of what can go wrong needs something to go wrong with. `slow`: messages and effects take a while, so
@@ -51,6 +51,8 @@ class Faults(RuleBasedStateMachine):
         self.crashes = crashes
         self.world = World(seed, latency=0.1 if slow else 0.003, journal_seconds=0.3 if slow else 0.02)
         self.passes(warm)
+        if first == "a publication's answer lost":
+            self.world.bucket.faults.append(WriteFault("after", "checkpoint.json"))
         if first != "nothing":
             self.world.until(self.world.checkpoint().done, 10.0)
             self.passes(0.3)

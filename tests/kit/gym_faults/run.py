@@ -14,7 +14,7 @@ from gym_faults.machine import Faults
 STEPS = 22
 
 SHORT = settings(
-    max_examples=60,
+    max_examples=45,
     stateful_step_count=STEPS,
     derandomize=True,
     deadline=None,
