@@ -42,14 +42,25 @@ class Faults(RuleBasedStateMachine):
         crashes=st.sampled_from(endings),
         warm=st.sampled_from([0.5, 1.5, 2.5]),
         slow=st.booleans(),
+        row=st.sampled_from([None, "before", "after"]),
         first=st.sampled_from(["nothing", "a checkpoint", "a publication's answer lost", "a checkpoint and a crash"]),
     )
-    def begin(self, seed: int, crashes: int, warm: float, slow: bool, first: str) -> None:
+    def begin(
+        self,
+        seed: int,
+        crashes: int,
+        warm: float,
+        slow: bool,
+        row: Literal["before", "after"] | None,
+        first: str,
+    ) -> None:
         """Most of what can go wrong needs something to go wrong with. `slow`: messages and effects take a while, so
-        that more is under way at any moment."""
+        that more is under way at any moment. `row`: what becomes of the first write of a row."""
         self.broken = False
         self.crashes = crashes
         self.world = World(seed, latency=0.1 if slow else 0.003, journal_seconds=0.3 if slow else 0.02)
+        if row is not None:
+            self.world.bucket.faults.append(WriteFault(row, "rows"))
         self.passes(warm)
         if first == "a publication's answer lost":
             self.world.bucket.faults.append(WriteFault("after", "checkpoint.json"))
@@ -82,8 +93,11 @@ class Faults(RuleBasedStateMachine):
         self.passes(GRACE + 1.0)
 
     @precondition(lambda self: self.world.coordinated)
-    @rule(timeout=st.sampled_from([1.0, 15.0]), then=MOMENTS)
-    def checkpoint(self, timeout: float, then: float) -> None:
+    @rule(timeout=st.sampled_from([1.0, 15.0]), hindered=st.sampled_from([False, False, True]), then=MOMENTS)
+    def checkpoint(self, timeout: float, hindered: bool, then: float) -> None:
+        """`hindered`: who is asked last is held by another coordinator."""
+        if hindered:
+            self._verb("counter", "prepare", "f7", 2.0, 0.05)
         self.world.checkpoint(timeout)
         self.passes(then)
 

@@ -25,7 +25,7 @@ PROJECT = Path(__file__).resolve().parents[3]
 PRODUCT = Path("servers/gym_servers")
 AT_ONCE = 2
 EXAMPLES = 150
-SECONDS = 60
+SECONDS = 120
 PATIENCE = 10  # a busy machine needs so many times as long as it computes
 
 
