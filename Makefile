@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export PYTHONPATH := tests/kit
 
-.PHONY: demo test check verify format image cluster down clean requirements
+.PHONY: demo test check faults mutants verify format image cluster down clean requirements
 
 demo: $(STAMP) ## The whole loop on a real Kubernetes: TASKS= ROLLOUTS= KILL= KILLS= DURING= CLUSTER= KEEP=
 	@$(BIN)/python -m gym_kit.demo
@@ -20,6 +20,12 @@ check: $(STAMP) ## Format, lint, types, import contracts, generated files, fast 
 	@$(BIN)/lint-imports
 	@$(MAKE) --no-print-directory verify
 	@$(BIN)/pytest -q tests/unit tests/servers
+
+faults: $(STAMP) ## Random faults against a whole cell: N= sequences, other ones each time
+	@PYTHONPATH=servers:tests/kit $(BIN)/python -W error -m gym_faults.run
+
+mutants: $(STAMP) ## Does the random machine, alone, find each mutation of the product? N= SECONDS= ONLY=
+	@PYTHONPATH=servers:tests/kit $(BIN)/python -m gym_faults.mutate
 
 verify: $(STAMP) ## Generated files are fresh
 	@$(BIN)/python -m gym_operator.crds --check

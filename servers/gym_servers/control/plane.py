@@ -202,6 +202,7 @@ class ControlPlane:
                         "checkpoint_conflict", "another directory or scope was restored under this id"
                     )
                 return reply
+            self._require_meant(request.session)
             if request.cell_attempt < self.gate.fence.floor:
                 raise ProtocolError("stale_attempt", f"a later recovery than {request.cell_attempt} was here")
             try:
@@ -259,9 +260,16 @@ class ControlPlane:
             if request.cell_attempt is None:
                 # A resume that was meant for the process before this one must not open it.
                 raise ProtocolError("invalid_phase", "a fresh process is resumed with its cell_attempt")
+            self._require_meant(request.session)
             self.gate.fence.raise_floor(request.cell_attempt)
         self._reopen(Input.RESUME, checkpoint_id)
         return m.PhaseReply(phase=self.gate.phase)
+
+    def _require_meant(self, session: str | None) -> None:
+        """A verb that is repeated until it is answered may reach the process that took the place of the one it was
+        meant for: opened under an attempt that was not persisted for it, it would use its numbers again."""
+        if session is not None and session != self.author.session:
+            raise ProtocolError("invalid_phase", f"session {session} was meant, this is {self.author.session}")
 
     def _reopen(self, by: Input, checkpoint_id: str | None = None) -> None:
         self._lease.end()

@@ -191,18 +191,19 @@ class CellController:
         record = self.record
         verb_id = f"cell{self.settings.cell}-attempt{record.attempt}-{secrets.token_hex(4)}"
         clients = [c for c in self._clients if c.name in record.pins]
+        sessions = {name: pin.session for name, pin in record.pins.items()}
         grace = self.settings.lease_grace
         if restore and record.restore is not None:
             publication = await asyncio.to_thread(self._publication, record.restore)
             uri = record.restore.uri
-            await restore_all(clients, publication, uri, verb_id, record.attempt, grace, self._wall)
-            await open_all(clients, verb_id, record.attempt, grace, self._wall)
+            await restore_all(clients, publication, uri, verb_id, record.attempt, grace, self._wall, sessions)
+            await open_all(clients, verb_id, record.attempt, grace, self._wall, sessions)
             await check_source(clients, verb_id, self._wall() + TEND_SECONDS)
             return
         if not restore:
             statuses = await asyncio.gather(*(client.status() for client in clients))
             verb_id = next((s.checkpoint_id for s in statuses if s.checkpoint_id is not None), verb_id)
-        await open_all(clients, verb_id, record.attempt, grace, self._wall)
+        await open_all(clients, verb_id, record.attempt, grace, self._wall, sessions)
 
     def _publication(self, choice: Choice) -> Publication:
         """The chosen publication. Raises RecordsRefused where it is gone, or is another one by now."""

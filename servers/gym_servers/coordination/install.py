@@ -30,8 +30,10 @@ async def restore_all(
     cell_attempt: int,
     grace: float,
     wall: Callable[[], float],
+    sessions: Mapping[str, str],
 ) -> None:
-    """Restore all participants at once, then retire what the driver's output is ahead of.
+    """Restore all participants at once, then retire what the driver's output is ahead of. `sessions`: name -> the
+    process that is meant.
 
     Raises RecordsRefused, or InstallFailed.
     """
@@ -42,7 +44,7 @@ async def restore_all(
     deadline = wall() + INSTALL_SECONDS
     # Those that are done early wait for the last one: their leases must not run out meanwhile.
     async with leased(lambda: clients, restore_id, grace):
-        await _restore(clients, publication, uri, restore_id, cell_attempt, digests, deadline)
+        await _restore(clients, publication, uri, restore_id, cell_attempt, digests, sessions, deadline)
         await _retire_ahead(clients, restore_id, deadline)
 
 
@@ -53,6 +55,7 @@ async def _restore(
     restore_id: str,
     cell_attempt: int,
     digests: Mapping[tuple[str, str], str],
+    sessions: Mapping[str, str],
     deadline: float,
 ) -> None:
     results = await asyncio.gather(
@@ -66,6 +69,7 @@ async def _restore(
                     episode_ids=publication.episodes,
                     cell_attempt=cell_attempt,
                     manifest_digest=digests[client.kind, client.name],
+                    session=sessions.get(client.name),
                 ),
                 m.RestoreReply,
             )
@@ -96,12 +100,17 @@ async def _retire_ahead(clients: Sequence[ParticipantClient], restore_id: str, d
 
 
 async def open_all(
-    clients: Sequence[ParticipantClient], verb_id: str, cell_attempt: int, grace: float, wall: Callable[[], float]
+    clients: Sequence[ParticipantClient],
+    verb_id: str,
+    cell_attempt: int,
+    grace: float,
+    wall: Callable[[], float],
+    sessions: Mapping[str, str],
 ) -> None:
     """Resume every participant under the cell's attempt. Raises InstallFailed."""
     # Whoever is resumed last waits for the others with its lease running; who is open already refuses a renewal.
     async with leased(lambda: clients, verb_id, grace):
-        problems = await resume_all(clients, verb_id, wall() + INSTALL_SECONDS, cell_attempt)
+        problems = await resume_all(clients, verb_id, wall() + INSTALL_SECONDS, cell_attempt, sessions)
     if problems:
         raise InstallFailed("; ".join(problems.values()))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -53,15 +53,21 @@ async def leased(
 
 
 async def resume_all(
-    clients: Sequence[ParticipantClient], checkpoint_id: str, deadline_ts: float, cell_attempt: int | None = None
+    clients: Sequence[ParticipantClient],
+    checkpoint_id: str,
+    deadline_ts: float,
+    cell_attempt: int | None = None,
+    sessions: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Resume every participant, whatever becomes of the others; name -> what went wrong."""
+    """Resume every participant, whatever becomes of the others; name -> what went wrong. `sessions`: name -> the
+    process that is meant."""
     problems: dict[str, str] = {}
     request = m.ResumeRequest(checkpoint_id=checkpoint_id, deadline_ts=deadline_ts, cell_attempt=cell_attempt)
 
     async def resume(client: ParticipantClient) -> None:
         try:
-            await client.call("resume", request, m.PhaseReply)
+            meant = request.model_copy(update={"session": (sessions or {}).get(client.name)})
+            await client.call("resume", meant, m.PhaseReply)
         except (ProtocolError, Unreachable) as error:
             problems[client.name] = str(error)
 

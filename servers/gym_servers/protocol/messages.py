@@ -62,10 +62,12 @@ class RestoreRequest(Verb):
     cell_attempt: int = Field(0, ge=0)
     attempts: dict[RolloutId, int] = {}
     manifest_digest: str | None = None  # (+) the manifest's SHA-256 as published; another one is refused
+    session: str | None = None  # (+) the process that is meant: its successor at the same address refuses
 
 
 class ResumeRequest(Verb):
     cell_attempt: int | None = Field(None, ge=0)
+    session: str | None = None  # (+) as for a restore; looked at by a fresh process
 
 
 class RetireRequest(Verb):

@@ -50,6 +50,7 @@ FAST = (
     Suite("generated", ("python", "-m", "gym_operator.crds", "--check")),
     Suite("unit", ("pytest", "tests/unit")),
     Suite("servers", ("pytest", "tests/servers")),
+    Suite("faults", ("pytest", "tests/faults")),
     Suite("charts", ("pytest", "tests/charts")),
 )
 PROCESSES = (Suite("processes", ("pytest", "tests/processes")),)

@@ -11,18 +11,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 from unittest import mock
 
 import httpx
+from fastapi._compat import v2 as fastapi_types
+from pydantic import TypeAdapter
 
 from gym_rig.network import Alive, Network
+from gym_rig.storage import Bucket, BucketView, FaultyOutput
 from gym_rig.virtual import now
 from gym_servers import assemble as assembly
 from gym_servers.assemble import Server, assemble
@@ -35,11 +38,13 @@ from gym_servers.coordination.record import CellRecord, Stage
 from gym_servers.engine.app import create_app as engine_app
 from gym_servers.http import peers
 from gym_servers.local.demo import account_of
+from gym_servers.participants.collection import CollectionParticipant
 from gym_servers.proof.account import Account
 from gym_servers.stack.render import checkpoint_root, render_settings
 from gym_servers.stack.settings import ServerSettings, StackIdentity
 from gym_servers.stack.spec import parse_spec
 from gym_servers.storage.locate import open_store
+from gym_servers.storage.store import ObjectStore
 
 TOKEN = "control-token"
 COOKIES = "cookie-secret"
@@ -50,14 +55,59 @@ LONGEST_SECONDS = 300.0  # of virtual time: far more than anything here takes
 
 
 class RigJournal:
-    """Appends to a file that it holds open for no longer than an entry takes: processes here end without notice."""
+    """Appends to a file that it holds open for no longer than an entry takes: processes here end without notice.
+    An append takes `seconds`; what a process that died meanwhile had to say is not kept."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, seconds: float = 0.0) -> None:
+        self.path, self.seconds = path, seconds
+        self.on_entry: Callable[[Alive, Mapping[str, Any]], None] = lambda alive, entry: None
+
+    def of(self, alive: Alive) -> ProcessJournal:
+        return ProcessJournal(self, alive)
+
+
+@dataclass(frozen=True)
+class ProcessJournal:
+    journal: RigJournal
+    alive: Alive
 
     async def append(self, entries: Sequence[Mapping[str, Any]]) -> None:
-        with self._path.open("ab", buffering=0) as file:
+        if self.journal.seconds:
+            await asyncio.sleep(self.journal.seconds)
+        if self.alive.died.is_set():
+            await asyncio.get_running_loop().create_future()
+        with self.journal.path.open("ab", buffering=0) as file:
             file.write(b"".join(json.dumps(entry).encode() + b"\n" for entry in entries))
+        for entry in entries:
+            self.journal.on_entry(self.alive, entry)
+
+
+async def _run(background: Callable[[], Awaitable[None]]) -> None:
+    await background()
+
+
+class _Switch:
+    """Stands for the plane of an application that is used again: making its routes costs more than a whole test
+    does otherwise."""
+
+    plane: ControlPlane
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.plane, name)
+
+
+_SPARE: list[tuple[_Switch, Any]] = []
+
+
+_ADAPTERS: dict[str, TypeAdapter[Any]] = {}
+
+
+def _kept_adapter(type: Any, *, config: Any = None) -> TypeAdapter[Any]:
+    """Made once for each type: a process's routes are made again at each of its starts."""
+    key = f"{type!r} {config!r}"
+    if key not in _ADAPTERS:
+        _ADAPTERS[key] = TypeAdapter(type, config=config)
+    return _ADAPTERS[key]
 
 
 @dataclass(eq=False)
@@ -67,9 +117,12 @@ class Running:
     settings: ServerSettings
     server: Server
     plane: ControlPlane | None
-    incarnation: str
     alive: Alive
     background: asyncio.Task[None] | None
+
+    @property
+    def incarnation(self) -> str:
+        return self.alive.name
 
     def kill(self) -> None:
         self.alive.kill()
@@ -82,6 +135,8 @@ class Running:
 class Rig:
     """The cell's processes and its coordinator; also the coordinator's `CellHost`."""
 
+    plane_type: type[ControlPlane] = ControlPlane
+
     def __init__(
         self, folder: Path, settings: Mapping[str, ServerSettings], root: str, *, rate: float, backoff_limit: int = 5
     ) -> None:
@@ -90,10 +145,14 @@ class Rig:
         self.network = Network()
         self.processes_by_name: dict[str, Running] = {}
         self.saved: list[CellRecord] = []
+        self.on_save: Callable[[CellRecord], None] = lambda record: None
         self.said: list[tuple[str, str, str]] = []
         self._count = 0
         self.journal_file = RigJournal(folder / "journal.jsonl")
-        self.network.listen("engine", engine_app(rate, self.journal_file), Alive())
+        self.bucket: Bucket | None = None  # where it is set, all storage goes through it
+        self._control_apps: list[tuple[_Switch, Any]] = []
+        engine = Alive("engine")
+        self.network.listen("engine", engine_app(rate, self.journal_file.of(engine)), engine)
         self.http = self.network.client()
         self.root, self.backoff_limit = root, backoff_limit
         self.controller = self.coordinator(None)
@@ -101,15 +160,27 @@ class Rig:
 
     def coordinator(self, record: CellRecord | None) -> CellController:
         """A coordinator of this cell, such as one that takes over."""
-        settings = CellSettings(
-            stack_uid=IDENTITY.uid,
-            cell=0,
-            token=TOKEN,
-            root=self.root,
-            backoff_limit=self.backoff_limit,
-            lease_grace=GRACE,
+        return CellController(self, self.cell_settings(), open_store, self.http, record, wall=self.wall)
+
+    def cell_settings(self, **changes: Any) -> CellSettings:
+        return CellSettings(
+            **{
+                "stack_uid": IDENTITY.uid,
+                "cell": 0,
+                "token": TOKEN,
+                "root": self.root,
+                "backoff_limit": self.backoff_limit,
+                "lease_grace": GRACE,
+                **changes,
+            }
         )
-        return CellController(self, settings, open_store, self.http, record, wall=self.wall)
+
+    def opener(self, alive: Alive) -> Callable[..., ObjectStore]:
+        """`open_store` as a process has it."""
+        bucket = self.bucket
+        if bucket is None:
+            return open_store
+        return lambda uri, *_, **__: BucketView(bucket, uri, alive)
 
     # ---- CellHost -----------------------------------------------------------------------------------------
 
@@ -130,6 +201,7 @@ class Rig:
 
     async def save(self, record: CellRecord) -> None:
         self.saved.append(CellRecord.model_validate_json(record.model_dump_json(by_alias=True)))
+        self.on_save(self.saved[-1])
 
     async def announce(self, level: Literal["Normal", "Warning"], reason: str, message: str) -> None:
         self.said.append((level, reason, message))
@@ -138,26 +210,47 @@ class Rig:
 
     def start(self, name: str) -> Running:
         self._count += 1
-        alive = Alive()
+        alive = Alive(f"{name}-{self._count}")
         client = partial(httpx.AsyncClient, transport=self.network.transport(alive))
+        opener = self.opener(alive)
         with (
             mock.patch.object(httpx, "AsyncClient", client),
-            mock.patch.object(assembly, "open_journal", lambda _: self.journal_file),
+            mock.patch.object(assembly, "open_journal", lambda _: self.journal_file.of(alive)),
+            mock.patch.object(assembly, "open_store", opener),
+            mock.patch.object(fastapi_types, "TypeAdapter", _kept_adapter),
         ):
             server = assemble(self.settings[name], COOKIES)
         server.participant.gate.clock = self.wall
+        if self.bucket is not None and isinstance(server.participant, CollectionParticipant):
+            driver = server.participant
+            driver._output = FaultyOutput(driver._output, self.bucket, alive)
         plane = None
         if self.settings[name].checkpoint.enabled:
             grace = self.settings[name].checkpoint.lease_grace_seconds
-            plane = ControlPlane(server.participant, server.author, server.open_store, grace=grace, wall=self.wall)
-            self.network.listen(f"{name}-control", control_app(plane, TOKEN), alive)
+            plane = self.plane_type(server.participant, server.author, opener, grace=grace, wall=self.wall)
+            self.network.listen(f"{name}-control", self._control_app(plane), alive)
         self.network.listen(name, server.app, alive)
         background = None
         if server.background is not None:
-            background = asyncio.ensure_future(server.background())
-        running = Running(self.settings[name], server, plane, f"{name}-{self._count}", alive, background)
+            background = asyncio.get_running_loop().create_task(_run(server.background), context=alive.context())
+        running = Running(self.settings[name], server, plane, alive, background)
         self.processes_by_name[name] = running
         return running
+
+    def _control_app(self, plane: ControlPlane) -> Any:
+        if _SPARE:
+            switch, app = _SPARE.pop()
+        else:
+            switch = _Switch()
+            app = control_app(cast("ControlPlane", switch), TOKEN)
+        switch.plane = plane
+        self._control_apps.append((switch, app))
+        return app
+
+    def give_back(self) -> None:
+        """The cell is at its end: its applications can serve another."""
+        _SPARE.extend(self._control_apps)
+        self._control_apps.clear()
 
     def kill(self, *names: str) -> None:
         for name in names or tuple(self.processes_by_name):
@@ -218,7 +311,10 @@ class Rig:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def account(self, expected: int) -> Account:
-        return account_of(self.folder, self.controller.record, expected)
+        return self.account_of(self.controller.record, expected)
+
+    def account_of(self, record: CellRecord, expected: int) -> Account:
+        return account_of(self.folder, record, expected)
 
 
 def rig_settings(
@@ -264,3 +360,4 @@ async def cell(
         finally:
             await rig.controller.close()
             rig.kill()
+            rig.give_back()

@@ -1,7 +1,8 @@
 """An event loop with virtual time: when nothing can run, the clock jumps to the next timer.
 
 Work in threads (reading and writing checkpoints) takes real time; while some is under way the clock stands still,
-or every timer would fire while a file is being read.
+or every timer would fire while a file is being read. With `thread_seconds` it takes virtual time instead: it is done
+in the loop, all at once, that much later - so that a test is repeatable and a store can be slow.
 """
 
 from __future__ import annotations
@@ -9,7 +10,11 @@ from __future__ import annotations
 import asyncio
 import selectors
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
+
+# Whether the process lives whose task this is: what its threads had still to do dies with it.
+lives: ContextVar[Callable[[], bool]] = ContextVar("lives", default=lambda: True)
 
 START = 1_000_000.0  # also serves as Unix time in tests, where 0 would be refused
 
@@ -17,9 +22,10 @@ START = 1_000_000.0  # also serves as Unix time in tests, where 0 would be refus
 class VirtualLoop(asyncio.SelectorEventLoop):
     """`time()` is virtual. Raises RuntimeError where all wait for something that can never come."""
 
-    def __init__(self) -> None:
+    def __init__(self, thread_seconds: float | None = None) -> None:
         self.now = START
         self.in_threads = 0
+        self.thread_seconds = thread_seconds
         super().__init__(_Selector(self))
 
     def time(self) -> float:
@@ -28,9 +34,31 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def run_in_executor(  # type: ignore[override]  # the stub's overloads say no more
         self, executor: Any, func: Callable[..., Any], *args: Any
     ) -> asyncio.Future[Any]:
+        if self.thread_seconds is not None:
+            return self._later(self.thread_seconds, func, *args)
         future: asyncio.Future[Any] = super().run_in_executor(executor, func, *args)
         self.in_threads += 1
         future.add_done_callback(self._back)
+        return future
+
+    def _later(self, seconds: float, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+        future: asyncio.Future[Any] = self.create_future()
+        alive = lives.get()
+
+        def run() -> None:
+            if not alive():
+                return
+            # Also where nobody waits for it any more: a thread that has begun cannot be called back.
+            try:
+                result = func(*args)
+            except Exception as error:
+                if not future.done():
+                    future.set_exception(error)
+            else:
+                if not future.done():
+                    future.set_result(result)
+
+        self.call_later(seconds, run)
         return future
 
     async def shutdown_default_executor(self, *arguments: Any) -> None:
