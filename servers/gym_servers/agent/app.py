@@ -12,7 +12,7 @@ from starlette.middleware.sessions import SessionMiddleware
 
 from gym_servers.agent.row_run import PARAMS, RowRuns
 from gym_servers.agent.server import AgentServer
-from gym_servers.http.apps import base_app
+from gym_servers.http.apps import base_app, json_object
 from gym_servers.http.episode_path import current_episode
 from gym_servers.http.peers import PeerFailed, PeerUnreachable
 from gym_servers.http.row_identity import row_episode, without_attempt
@@ -94,7 +94,7 @@ def create_app(agent: AgentServer, rows: RowRuns | None, resources: str | None) 
 
     @app.post("/v1/responses")
     async def responses(request: Request) -> dict[str, Any]:
-        params = await _object(request)
+        params = await json_object(request)
         session_id, episode = request.session.get("session_id"), current_episode()
         try:
             # A cookie that was lost on the way is no call without a session: the episode has one.
@@ -120,7 +120,7 @@ def create_app(agent: AgentServer, rows: RowRuns | None, resources: str | None) 
 
     @app.post("/run")
     async def run(request: Request) -> Any:
-        row = await _object(request)
+        row = await json_object(request)
         if not isinstance(row.get(PARAMS), dict):
             raise ProtocolError("invalid_request", f"a row needs `{PARAMS}`")
         if rows is None:
@@ -138,16 +138,6 @@ def create_app(agent: AgentServer, rows: RowRuns | None, resources: str | None) 
         return aggregate(body.verify_responses)
 
     return app
-
-
-async def _object(request: Request) -> dict[str, Any]:
-    try:
-        body = await request.json()
-    except ValueError as error:
-        raise ProtocolError("invalid_request", "the body is not JSON") from error
-    if not isinstance(body, dict):
-        raise ProtocolError("invalid_request", "the body is not a JSON object")
-    return body
 
 
 def _index(request: Request) -> int | None:

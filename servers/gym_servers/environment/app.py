@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from typing import Any
 
@@ -11,7 +10,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gym_servers.environment.server import EnvironmentServer
-from gym_servers.http.apps import base_app
+from gym_servers.http.apps import base_app, json_object
 from gym_servers.http.row_identity import row_episode, without_attempt
 from gym_servers.participants.environment import EnvironmentParticipant, Live, Unclaimed
 from gym_servers.protocol.digests import digest_of
@@ -68,9 +67,9 @@ def create_app(participant: EnvironmentParticipant, server: EnvironmentServer) -
 
     @app.post("/run")
     async def run(request: Request) -> Any:
-        body = await _json(request)
+        body = await json_object(request)
         # A row is its own request: its parameters are at the top, and it may have any field beside them.
-        if isinstance(body, dict) and PARAMS in body:
+        if PARAMS in body:
             return await run_row(body)
         try:
             asked = RunRequest.model_validate(body)
@@ -111,10 +110,3 @@ def create_app(participant: EnvironmentParticipant, server: EnvironmentServer) -
         return aggregate(body.verify_responses)
 
     return app
-
-
-async def _json(request: Request) -> Any:
-    try:
-        return json.loads(await request.body())
-    except ValueError as error:
-        raise ProtocolError("invalid_request", "the body is not JSON") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -51,3 +52,14 @@ def install_errors(app: FastAPI) -> None:
     async def fault(request: Request, error: Exception) -> JSONResponse:
         log.error("fault in %s %s", request.method, request.url.path, exc_info=error)
         return JSONResponse({"error": {"code": "internal", "detail": "see the server's log"}}, 500)
+
+
+async def json_object(request: Request) -> dict[str, Any]:
+    """The body of a request that has no fixed form. Raises `invalid_request` where it is not a JSON object."""
+    try:
+        body = await request.json()
+    except ValueError as error:
+        raise ProtocolError("invalid_request", "the body is not JSON") from error
+    if not isinstance(body, dict):
+        raise ProtocolError("invalid_request", "the body is not a JSON object")
+    return body

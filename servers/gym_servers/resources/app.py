@@ -10,7 +10,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.middleware.sessions import SessionMiddleware
 
-from gym_servers.http.apps import base_app
+from gym_servers.http.apps import base_app, json_object
 from gym_servers.http.episode_path import current_episode
 from gym_servers.http.sessions import cookie_name
 from gym_servers.journal.client import Journal
@@ -66,7 +66,7 @@ def create_app(
 
     @app.post("/seed_session")
     async def seed_session(request: Request, response: Response) -> dict[str, Any]:
-        body = await _json(request)
+        body = await json_object(request)
         row = body["task_data"] if isinstance(body.get("task_data"), dict) else body
 
         async def begin(session_id: str) -> None:
@@ -96,14 +96,14 @@ def create_app(
 
     @app.post("/close_session")
     async def close_session(request: Request) -> dict[str, Any]:
-        body = await _json(request)
+        body = await json_object(request)
         session_id = str(_session_id(body) or request.session.get("session_id") or "")
         await participant.close(session_id, episode_of(body))
         return {"resources_session_id": session_id}
 
     @app.post("/verify")
     async def verify(request: Request) -> dict[str, Any]:
-        body = await _json(request)
+        body = await json_object(request)
 
         async def score(session: ToolSession) -> dict[str, Any]:
             try:
@@ -123,7 +123,7 @@ def create_app(
 
     @app.post("/aggregate_metrics")
     async def aggregate_metrics(request: Request) -> dict[str, Any]:
-        return aggregate((await _json(request)).get("verify_responses") or [])
+        return aggregate((await json_object(request)).get("verify_responses") or [])
 
     async def call_by_token(session_id: str, episode: Episode | None, tool: str, arguments: dict[str, Any]) -> Any:
         async def work(session: ToolSession) -> Any:
@@ -139,7 +139,7 @@ def create_app(
         handler = tools.get(tool)
         if handler is None:
             return JSONResponse({"error": f"unknown tool {tool}; there are {', '.join(sorted(tools))}"}, 404)
-        arguments = await _json(request)
+        arguments = await json_object(request)
         call_id = request.headers.get(headers.TOOL_CALL)
 
         async def work(session: ToolSession) -> Any:
@@ -159,16 +159,6 @@ def create_app(
         return JSONResponse(reply)
 
     return app
-
-
-async def _json(request: Request) -> dict[str, Any]:
-    try:
-        body = await request.json()
-    except ValueError as error:
-        raise ProtocolError("invalid_request", "the body is not JSON") from error
-    if not isinstance(body, Mapping):
-        raise ProtocolError("invalid_request", "the body is not a JSON object")
-    return dict(body)
 
 
 def _session_id(body: Mapping[str, Any]) -> str | None:
