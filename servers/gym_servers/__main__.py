@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 import os
-import signal
 import sys
 import time
 from collections.abc import Coroutine
@@ -16,7 +15,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from gym_servers.loading import loading
-from gym_servers.local.children import end_with_parent, until_told
+from gym_servers.local.children import Told, end_with_parent, until_told
 from gym_servers.stack.settings import SettingsError, load_settings
 from gym_servers.stack.spec import SpecError
 
@@ -130,8 +129,8 @@ def demo(
 def _until_told(work: Coroutine[Any, Any, T]) -> T:
     try:
         return asyncio.run(until_told(work))
-    except asyncio.CancelledError:
-        raise typer.Exit(128 + signal.SIGTERM) from None
+    except Told as told:
+        raise typer.Exit(128 + told.number) from None
 
 
 def _announce(level: str, reason: str, message: str) -> None:

@@ -112,6 +112,20 @@ def test_a_tasks_file_that_cannot_be_used_is_named_by_line(tmp_path: Path) -> No
     quiet(tmp_path)
 
 
+def test_a_server_that_cannot_start_says_why_on_the_runners_screen_once(tmp_path: Path) -> None:
+    document = stack(tmp_path, None)
+    agent = next(server for server in document["spec"]["servers"] if server["kind"] == "agent")
+    agent["config"] = {"max_step": 3}
+    (tmp_path / "stack.yaml").write_text(yaml.safe_dump(document))
+    with up(tmp_path) as process:
+        line = said(tmp_path, process, "unknown `config` max_step")
+        assert "ServerEnded: agent ended with 2" in line
+        log = tmp_path / "run" / "agent.log"
+        eventually(lambda: log.read_text().count("max_step") > 2)  # it was started again meanwhile
+    assert (tmp_path / "up.log").read_text().count("ServerEnded: agent") == 1
+    quiet(tmp_path)
+
+
 def test_missing_credentials_are_named(tmp_path: Path, s3: SeaweedFS) -> None:
     stack(tmp_path, s3.endpoint)
     nothing = {"AWS_ACCESS_KEY_ID": None, "AWS_SECRET_ACCESS_KEY": None, "HOME": str(tmp_path)}

@@ -42,8 +42,28 @@ def end_with_parent() -> None:
         os._exit(0)
 
 
+class Told(Exception):
+    """A signal ended the work; its number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
 async def until_told(work: Coroutine[Any, Any, T]) -> T:
-    """Do `work`; SIGTERM cancels it, as Ctrl-C does, so that what it started is ended on the way out."""
+    """Do `work`; SIGTERM and SIGINT cancel it, so that what it started is ended on the way out. Raises Told."""
     task = asyncio.ensure_future(work)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    return await task
+    told: list[int] = []
+
+    def end(number: int) -> None:
+        told.append(number)
+        task.cancel()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, end, number)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if told:
+            raise Told(told[0]) from None
+        raise

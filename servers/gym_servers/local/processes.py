@@ -24,6 +24,7 @@ class _Child:
     process: asyncio.subprocess.Process
     incarnation: str
     log: IO[bytes]
+    told_to_end: bool = False
 
 
 class LocalHost:
@@ -40,6 +41,7 @@ class LocalHost:
         self._folder, self._settings, self._announce = folder, settings, announce
         self._environment = environment
         self._children: dict[str, _Child] = {}
+        self._said: dict[str, str] = {}
 
     # ---- CellHost -----------------------------------------------------------------------------------------
 
@@ -48,6 +50,8 @@ class LocalHost:
         for name in self._settings:
             child = self._children.get(name)
             if child is None or child.process.returncode is not None:
+                if child is not None and not child.told_to_end:
+                    self._say_why(name, child)
                 await self._start(name)
         return [self._process(name) for name in self._settings]
 
@@ -95,8 +99,19 @@ class LocalHost:
         process = await start(log, "serve", "--settings", str(path), environment=self._environment)
         self._children[name] = _Child(process, f"{process.pid}-{uuid.uuid4().hex[:8]}", log)
 
+    def _say_why(self, name: str, child: _Child) -> None:
+        """Why a server ended by itself, in its own last words; once, or a server that cannot start would fill the
+        screen."""
+        path = self._folder / f"{name}.log"
+        words = path.read_text(errors="replace").strip().rpartition("\n")[2][-500:]
+        text = f"{name} ended with {child.process.returncode}; its log {path} ends with: {words or 'nothing'}"
+        if self._said.get(name) != text:
+            self._said[name] = text
+            self._announce("Warning", "ServerEnded", text)
+
     @staticmethod
     async def _kill(child: _Child) -> None:
+        child.told_to_end = True
         if child.process.returncode is None:
             child.process.kill()
         await child.process.wait()

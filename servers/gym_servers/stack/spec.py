@@ -40,7 +40,7 @@ ServerKind = Literal["environment", "model", "agent", "resources"]
 _ONE_OF_EACH = {
     "environment": "exactly one server of kind environment is needed, "
     "such as name: env, kind: environment, server: single-agent-turn",
-    "model": "exactly one server of kind model is needed, such as name: policy, kind: model, server: vllm",
+    "model": "exactly one server of kind model is needed, such as name: policy, kind: model, server: scripted",
     "agent": "exactly one server of kind agent is needed, such as name: agent, kind: agent, server: simple-agent",
 }
 _RESOURCES = "at least one server of kind resources is needed, such as name: counter, kind: resources"

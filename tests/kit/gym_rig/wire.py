@@ -18,7 +18,7 @@ async def post(
     sent = dict(extra)
     if jar:
         sent["cookie"] = "; ".join(f"{name}={value}" for name, value in jar.items())
-    async with rig.network.client() as client:
+    async with rig.network.client(timeout=None) as client:  # a rollout takes as long as it takes
         return await client.post(f"http://{server}{path}", json=body, headers=sent)
 
 
