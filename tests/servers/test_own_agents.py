@@ -112,6 +112,24 @@ async def test_its_calls_need_an_episode_and_its_own_routes_stay_its_own(tmp_pat
         assert rig.participant("agent").survey().counts == {"sessions": 0, "busy": 0}
 
 
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("/v1/responses", [1]),
+        ("/v1/agent_sessions", {}),
+        ("/v1/agent_sessions", {"agent_session_id": "x", "tool_accesses": [{"kind": "direct_http", "cookies": 1}]}),
+        ("/v1/agent_sessions/close", {}),
+    ],
+)
+async def test_a_body_that_the_example_cannot_read_is_refused_and_no_fault(
+    tmp_path: Path, path: str, body: object
+) -> None:
+    async with foreign(tmp_path, servers=scratch(tmp_path)) as rig:
+        await serving(rig)
+        await ok(rig, "agent", "/ng-rollout/x/v1/agent_sessions", {"agent_session_id": "x"})
+        assert code(await post(rig, "agent", f"/ng-rollout/x{path}", body)) == "invalid_request"
+
+
 async def test_with_checkpointing_off_it_is_its_own_application(tmp_path: Path) -> None:
     async with foreign(tmp_path, servers=scratch(tmp_path), checkpoints={"enabled": False}) as rig:
         await rig.processes()

@@ -16,16 +16,15 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 
+from gym_servers.agent.app import CloseRequest, SeedRequest
 from gym_servers.agent.server import AgentServer, AgentSetup
 from gym_servers.agent.tools import ask_model, call_tool, function_calls, items_of
-from gym_servers.http.apps import install_errors
+from gym_servers.http.apps import install_errors, json_object
 from gym_servers.http.episode_path import required_episode
-from gym_servers.http.peers import PeerFailed, PeerUnreachable
+from gym_servers.http.peers import ADMISSION_RETRY_SECONDS, PeerFailed, PeerUnreachable
 from gym_servers.http.sessions import unsign
 from gym_servers.participants.agent_state import Activation, Session
 from gym_servers.protocol.errors import ProtocolError
-
-ADMISSION_RETRY_SECONDS = 0.2
 
 
 class ScratchAgent(AgentServer):
@@ -43,24 +42,24 @@ class ScratchAgent(AgentServer):
         install_errors(app)
 
         @app.post("/v1/agent_sessions")
-        async def seed(body: dict[str, Any]) -> dict[str, Any]:
+        async def seed(body: SeedRequest) -> dict[str, Any]:
             episode = required_episode()
             accesses = [
                 {
-                    "peer": self.setup.peers.name_of(access["base_url"]),
-                    "jar": unsign(access["cookies"], self.setup.secret),
+                    "peer": self.setup.peers.name_of(access.base_url),
+                    "jar": unsign(access.cookies, self.setup.secret),
                 }
-                for access in body.get("tool_accesses") or []
-                if access.get("kind") == "direct_http"
+                for access in body.tool_accesses
+                if access.kind == "direct_http"
             ]
             self._folder(episode.key).mkdir(exist_ok=True)
-            self._sessions[episode.key] = Session(str(body["agent_session_id"]), episode, accesses)
-            return {"agent_session_id": body["agent_session_id"]}
+            self._sessions[episode.key] = Session(body.agent_session_id, episode, accesses)
+            return {"agent_session_id": body.agent_session_id}
 
         @app.post("/v1/agent_sessions/close")
-        async def close(body: dict[str, Any]) -> dict[str, Any]:
+        async def close(body: CloseRequest) -> dict[str, Any]:
             await self.retire_agent_session(required_episode().key)
-            return {"agent_session_id": body["agent_session_id"]}
+            return {"agent_session_id": body.agent_session_id}
 
         @app.post("/v1/responses")
         async def responses(request: Request) -> dict[str, Any]:
@@ -68,7 +67,7 @@ class ScratchAgent(AgentServer):
             if session is None:
                 raise ProtocolError("session_lost", "no session here; seed one first")
             try:
-                return await self._loop(session, await request.json())
+                return await self._loop(session, await json_object(request))
             except (PeerFailed, PeerUnreachable) as error:
                 raise ProtocolError("checkpoint_error", f"the activation failed: {error}") from error
 
