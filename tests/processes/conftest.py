@@ -81,6 +81,10 @@ class Run:
 
         await self.until(f"attempt {attempt}", holds)
 
+    async def settled(self) -> None:
+        """Until no checkpoint is open: one whose storage was away is settled by a look after it is back."""
+        await self.until("nothing open", lambda: self.runner.controller.record.open is None)
+
     async def progress(self, effects: int = 3) -> None:
         """Until that many more tool effects are in the journal."""
         before = self.effects()

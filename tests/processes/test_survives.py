@@ -84,6 +84,7 @@ async def test_a_storage_that_dies_in_the_middle_costs_a_checkpoint_and_no_rollo
             await run.progress()  # the rollouts go on meanwhile
         finally:
             await asyncio.to_thread(s3.start)
+        await run.settled()
         await run.take("found")
         counted = await run.end()
         assert counted.problems == []
