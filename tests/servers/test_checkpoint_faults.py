@@ -193,6 +193,35 @@ async def test_a_checkpoint_that_is_cancelled_while_it_resumes_leaves_nobody_clo
         assert isinstance(taken.exception(), CheckpointFailed)
 
 
+@pytest.mark.parametrize("victims", [("agent",), ("env", "policy", "agent", "counter", "collection")])
+async def test_a_recovery_does_not_wait_for_those_who_died_in_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victims: tuple[str, ...]
+) -> None:
+    """An address without a pod behind it does not refuse a connection, it swallows it."""
+    async with collecting(tmp_path) as rig:
+        await under_way(rig)
+        once, dead = ParticipantClient._once, dict[str, float]()
+
+        async def swallowing(self: ParticipantClient, method: str, *arguments: Any) -> Any:
+            if method == "POST" and self.name in dead and not rig.controller.record.recoveries:
+                await asyncio.sleep(2)
+                raise Unreachable(f"{self.name} does not answer on control: ConnectTimeout")
+            return await once(self, method, *arguments)
+
+        monkeypatch.setattr(ParticipantClient, "_once", swallowing)
+
+        async def die(progress: Progress) -> None:
+            if progress.phase == "Committing":
+                dead.update(dict.fromkeys(victims, now()))
+                rig.kill(*victims)
+
+        taken = asyncio.ensure_future(rig.controller.take("one-id", "one", die))
+        await rig.until(lambda: rig.controller.record.recoveries)
+        assert now() - dead["agent"] < 1.5
+        await asyncio.wait([taken])
+        assert isinstance(taken.exception(), CheckpointFailed)
+
+
 async def test_no_checkpoint_begins_while_a_recovery_is_decided(tmp_path: Path) -> None:
     """Storage and the record take their time: until the record says so, the cell still counts as running."""
     async with collecting(tmp_path) as rig:

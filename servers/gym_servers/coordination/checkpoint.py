@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from gym_servers.coordination.client import ParticipantClient, Unreachable
 from gym_servers.coordination.order import PREPARE, staged
@@ -43,7 +43,7 @@ __all__ = ["Checkpoint", "CheckpointFailed", "Outcome", "Progress", "Request", "
 log = logging.getLogger("gym_servers")
 
 RESUME_SECONDS = 10.0  # for a resume after a failure; the lease is the second line
-DEATH_RESUME_SECONDS = 0.5  # for a resume before the processes are replaced: a courtesy, recovery does not wait
+DEATH_RESUME_SECONDS = 0.5  # in all, for a resume before the processes are replaced: recovery does not wait for it
 RETIRE_SECONDS = 30.0  # for freeing what a published checkpoint leaves out
 POLL_SECONDS = 0.1  # between looks at a background write
 
@@ -121,7 +121,7 @@ class Checkpoint:
                 return await self._publish(durable)
         except FAILURES as error:
             failure = failure_of(error)
-        return await self._give_up(failure, DEATH_RESUME_SECONDS)
+        return await self._give_up(failure, died=True)
 
     # ---- prepare ------------------------------------------------------------------------------------------
 
@@ -321,10 +321,16 @@ class Checkpoint:
 
     # ---- failure ------------------------------------------------------------------------------------------
 
-    async def _give_up(self, failure: CheckpointFailed, seconds: float = RESUME_SECONDS) -> Outcome:
+    async def _give_up(self, failure: CheckpointFailed, *, died: bool = False) -> Outcome:
         """Resume everybody and write the tombstone. What stands is the truth: a publication whose answer was lost is
         one all the same. Raises the failure otherwise."""
-        await self._resume(seconds)
+        if died:
+            # Whoever is dead may swallow what is sent to it, and each stage would wait for that.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(DEATH_RESUME_SECONDS):
+                    await self._resume(DEATH_RESUME_SECONDS)
+        else:
+            await self._resume()
         if not self._asked:
             raise failure
         try:

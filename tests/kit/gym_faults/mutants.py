@@ -276,8 +276,8 @@ MUTANTS = (
     Mutant(
         "resume not sent on failure",
         "coordination/checkpoint.py",
-        "        await self._resume(seconds)\n        if not self._asked:",
-        "        if not self._asked:",
+        "        else:\n            await self._resume()\n",
+        "",
     ),
     Mutant(
         "session pin ignored: an agent session serves another attempt",
