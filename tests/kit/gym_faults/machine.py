@@ -214,6 +214,16 @@ class Faults(RuleBasedStateMachine):
         self.passes(then)
 
     @precondition(lambda self: self.world.coordinated)
+    @rule(opening=st.booleans(), then=MOMENTS)
+    def another_comes_beside(self, opening: bool, then: float) -> None:
+        """It believes the coordinator dead, which is not. `opening`: and had begun a checkpoint."""
+        if opening:
+            self.world.checkpoint()
+            self.passes(0.1)
+        self.world.take_over()
+        self.passes(then)
+
+    @precondition(lambda self: self.world.coordinated)
     @rule(when=st.sampled_from(["before", "after"]))
     def record_is_not_saved(self, when: Literal["before", "after"]) -> None:
         self.world.coordinator.save_faults.append(when)

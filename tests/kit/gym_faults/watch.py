@@ -45,6 +45,7 @@ class Watch:
         self._stale: dict[int, Seen] = {}  # calls that were stale when they were sent
         self.name_of: Callable[[str], str] = lambda session: session
         self.running: Callable[[str], str] = lambda server: server
+        self.phase_of: Callable[[str], Phase | None] = lambda process: None
         self._root = root
 
     def check(self, work: Callable[[], None]) -> None:
@@ -75,6 +76,16 @@ class Watch:
         for folder, data in self.published.items():
             require((Path(folder) / "checkpoint.json").read_bytes() == data, 1, f"{folder} was changed")
             check_publication(Path(folder))
+
+    def decided(self) -> None:
+        """Invariant 1: at the end nothing that was written can still be published by anybody."""
+        for folder in (self._root / "checkpoints").glob("*"):
+            written = any(folder.rglob("manifest.json"))
+            require(
+                not written or (folder / "checkpoint.json").exists(),
+                1,
+                f"{folder.name} was given up, and nothing keeps it from being published",
+            )
 
     # ---- the wire and the journal -------------------------------------------------------------------------
 
@@ -120,6 +131,11 @@ class Watch:
         rollout, attempt = str(entry["rollout"]), int(entry["attempt"])
         key = f"{rollout}-a{attempt}" if attempt else rollout
         self.check(lambda: self.attempts.acts(alive.name, key, f"{entry['kind']} in the journal"))
+        match self.phase_of(alive.name):
+            case Phase.STARTING | Phase.RESTORED as phase:
+                self.broke(6, f"{alive.name} is {phase}, and there is a {entry['kind']} of {key}")
+            case Phase.PREPARED | Phase.COMMITTED as phase:
+                self.broke(5, f"{alive.name} is {phase}, and there is a {entry['kind']} of {key}")
         if entry["kind"] == "seed":
             self.check(lambda: self.attempts.seeded(rollout, attempt, entry["session"]))
 
@@ -206,6 +222,20 @@ class WatchedPlane(ControlPlane):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.at_ready: dict[str, bytes] | None = None
+        install = self.participant.install
+
+        def installing(staged: Any) -> Any:
+            if self.gate.phase is not Phase.STARTING:
+                self.watch.broke(6, f"{self.author.instance} is {self.gate.phase}, and records are installed in it")
+            return install(staged)
+
+        self.participant.install = installing  # type: ignore[method-assign]
+
+    async def prepare(self, request: m.PrepareRequest) -> m.PhaseReply:
+        reply = await super().prepare(request)
+        if self.gate.control.checkpoint_id != request.checkpoint_id:
+            self.watch.broke(4, f"{self.author.instance} says of {request.checkpoint_id}, which is over: {reply}")
+        return reply
 
     def _ready(self) -> bool:
         before = self.gate.phase

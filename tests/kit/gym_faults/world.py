@@ -93,6 +93,7 @@ class World:
         self.rig.plane_type = type("Plane", (WatchedPlane,), {"watch": self.watch})
         self.bucket.on_write = self.watch.written
         self.watch.running = lambda server: self.rig.processes_by_name[server].incarnation
+        self.watch.phase_of = self._phase_of
         self.network.on_request = self.watch.request
         self.network.on_reply = self.watch.reply
         self.network.may_arrive_late = self._may_arrive_late
@@ -145,7 +146,8 @@ class World:
         return not self.coordinator.alive.died.is_set()
 
     def take_over(self) -> None:
-        """A coordinator that knows what the last one saved."""
+        """A coordinator that knows what the last one saved; whether that one is dead is another matter."""
+        self._meddled = self._meddled or bool(self.coordinators and self.coordinated)
         record = self.rig.saved[-1] if self.rig.saved else None
         make = partial(CoordinatorProcess, self.rig, record, LOOK_SECONDS)
         if asyncio._get_running_loop() is not None:
@@ -157,9 +159,15 @@ class World:
         self.coordinators.append(make(lease_grace=GRACE, prepare_timeout=15.0, commit_timeout=15.0))
 
     def coordinator_dies(self) -> None:
-        """Whoever waits for what it was doing waits in vain."""
         self.coordinator.kill()
-        self.tasks = [task for task in self.tasks if self._taking.get(task) is not self.coordinator]
+
+    def _awaited(self) -> list[asyncio.Task[Any]]:
+        """What has to end by itself: whoever waits for a dead coordinator waits in vain."""
+        return [
+            task
+            for task in self.tasks
+            if (owner := self._taking.get(task)) is None or not owner.alive.died.is_set() or task.done()
+        ]
 
     def checkpoint(self, prepare_timeout: float = 15.0) -> asyncio.Task[Any]:
         self.taken += 1
@@ -232,6 +240,14 @@ class World:
                 return one.incarnation
         return session  # of a process that was replaced while its verb was answered
 
+    def _phase_of(self, incarnation: str) -> Phase | None:
+        """None of a process that is not there any more."""
+        for one in self.alive():
+            if one.incarnation == incarnation:
+                phase: Phase = one.plane.gate.phase
+                return phase
+        return None
+
     def _may_arrive_late(self, seen: Seen) -> bool:
         """No network keeps a request for so long that its rollout is over and forgotten."""
         return not any(rollout in self.watch.attempts.over for rollout in self.rows if named(seen, rollout))
@@ -247,9 +263,9 @@ class World:
         require(not self.network.crashes, 0, "; ".join(self.network.crashes))
         for one in self.alive():
             self._check_process(one)
-        looking = self.coordinator.looking
-        if looking.done():
-            looking.result()
+        for coordinator in self.coordinators:
+            if coordinator.looking.done():
+                coordinator.looking.result()
 
     def _check_process(self, one: Any) -> None:
         phase, name = one.plane.gate.phase, one.settings.name
@@ -281,6 +297,8 @@ class World:
     def finish(self, crashes: int) -> None:
         """All is healed; a checkpoint is taken, the cell dies `crashes` times, and all comes to its end."""
         self.heal()
+        for predecessor in self.coordinators[:-1]:
+            predecessor.kill()
         if not self.coordinated:
             self.take_over()
         require(self.until(self.in_service, LONGEST_SECONDS), 4, f"the cell is not put into service: {self.story()}")
@@ -294,6 +312,7 @@ class World:
         self.until(self._quiet, HEALING_SECONDS)
         self.check()
         self.watch.unchanged()
+        self.watch.decided()
         self._check_idle()
         self._check_account(continued)
 
@@ -314,7 +333,7 @@ class World:
         """Everything that had something to wait for is done."""
         open_everywhere = all(one.plane.gate.is_open for one in self.alive())
         forgotten = not self.rig.participant("collection").to_forget()
-        return open_everywhere and forgotten and self.in_service() and all(task.done() for task in self.tasks)
+        return open_everywhere and forgotten and self.in_service() and all(task.done() for task in self._awaited())
 
     def _check_idle(self) -> None:
         """Invariant 4: nothing is parked, nobody waits."""
@@ -324,7 +343,7 @@ class World:
             require(survey.ready, 4, f"{name} is blocked: {survey.blockers}")
             busy = {k: n for k, n in survey.counts.items() if k in ("live", "busy", "calls", "outstanding") and n}
             require(not busy, 4, f"{name} still has {busy}")
-        for task in self.tasks:
+        for task in self._awaited():
             require(task.done(), 4, f"somebody waits for ever: {task}")
             task.result()
 

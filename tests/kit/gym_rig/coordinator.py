@@ -1,7 +1,8 @@
 """A coordinator as a process of its own beside a cell: it looks again and again, and it can die at any moment.
 
 Killed, nothing of it has any effect any more: its calls go nowhere, its storage and its record do not hear it. Its
-successor knows what it had saved, and nothing else.
+successor knows what it had saved, and nothing else. A successor may come while it lives: then whoever finds that the
+record was saved by somebody else ends, as an operator does whose write conflicts; until then both act.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class CoordinatorProcess:
         self.save_faults: list[Literal["before", "after"]] = []
         self.view: View | None = None
         self._look_seconds = look_seconds
+        self._saves_known = len(rig.saved)
         self.controller = CellController(
             self,
             rig.cell_settings(**settings),
@@ -57,11 +59,14 @@ class CoordinatorProcess:
 
     async def save(self, record: CellRecord) -> None:
         await asyncio.sleep(0.005)
+        if self._saves_known != len(self.rig.saved):
+            self.kill()
         await self._living()
         fault = self.save_faults.pop(0) if self.save_faults else None
         if fault == "before":
             raise ConnectionError("the record was not saved")
         await self.rig.save(record)
+        self._saves_known = len(self.rig.saved)
         if fault == "after":
             raise ConnectionError("the record was saved, but the answer was lost")
 
