@@ -17,7 +17,7 @@ from gym_servers.participants.gate import Gate
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.identity import Episode
 
-R0, R1 = Episode("r", 0), Episode("r", 1)
+R0, R1, R2 = (Episode("r", attempt) for attempt in range(3))
 ACCESS = [{"peer": "counter", "jar": {"c": {"id": "1"}}, "headers": {}}]
 
 
@@ -455,6 +455,18 @@ async def test_retire_costs_only_its_own_rollout_and_is_repeatable() -> None:
     assert await code(running) == "session_lost"
     assert participant.survey().counts["sessions"] == 1
     assert await code(seeded(participant)) == "stale_attempt"
+
+
+@pytest.mark.parametrize("attempts", [(2, 0), (0, 2)])
+async def test_a_retire_of_several_attempts_of_a_rollout_ends_the_highest_too(attempts: tuple[int, int]) -> None:
+    participant = agent()
+    session = await seeded(participant, R2)
+    running = activate(participant, session, stubborn)
+    await settle()
+    participant.gate.fence.mark("r", 2)
+    await participant.retire([Episode("r", attempt) for attempt in attempts])
+    assert participant.survey().counts == {"sessions": 0, "busy": 0}
+    assert await code(running) == "session_lost"
 
 
 async def test_a_retire_waits_for_a_seed_in_progress_and_the_seed_brings_nothing_back() -> None:

@@ -424,6 +424,17 @@ async def test_retire_ends_the_work_before_it_replies() -> None:
     await participant.retire([R0])
 
 
+@pytest.mark.parametrize("attempts", [(2, 0), (0, 2)])
+async def test_a_retire_of_several_attempts_of_a_rollout_ends_the_highest_too(attempts: tuple[int, int]) -> None:
+    participant = environment()
+    running = run(participant, R2, Turn(participant))
+    await settle()
+    participant.gate.fence.mark("r", 2)
+    await participant.retire([Episode("r", attempt) for attempt in attempts])
+    assert participant.survey().counts["live"] == 0
+    assert await code(running) == "stale_attempt"
+
+
 async def test_cleanup_is_never_interrupted_and_retire_waits_for_it() -> None:
     participant = environment()
     turn = Turn(participant)

@@ -176,6 +176,19 @@ async def test_retire_ends_calls_and_frees_ledgers_of_its_rollout_alone() -> Non
     assert engine.participant.survey().counts == {"calls": 0, "ledgers": 0}
 
 
+@pytest.mark.parametrize("attempts", [(2, 0), (0, 2)])
+async def test_a_retire_of_several_attempts_of_a_rollout_ends_the_highest_too(attempts: tuple[int, int]) -> None:
+    engine = Engine()
+    await engine.call("1.1", episode=R2)
+    engine.hold()
+    running = asyncio.create_task(engine.call("1.2", episode=R2))
+    await settle()
+    engine.participant.gate.fence.mark("r", 2)
+    await engine.participant.retire([Episode("r", attempt) for attempt in attempts])
+    assert engine.participant.survey().counts == {"calls": 0, "ledgers": 0}
+    assert await code(running) == "stale_attempt"
+
+
 async def test_a_call_that_was_held_while_its_attempt_was_replaced_is_not_delivered() -> None:
     engine = Engine()
     engine.hold()

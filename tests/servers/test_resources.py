@@ -24,7 +24,7 @@ from gym_servers.protocol.identity import Episode
 from gym_servers.storage.directory import DirectoryStore
 from gym_servers.storage.manifest import CodeIdentity
 
-R0, R1 = Episode("r", 0), Episode("r", 1)
+R0, R1, R2 = (Episode("r", attempt) for attempt in range(3))
 
 
 class Tools:
@@ -240,6 +240,22 @@ async def test_retire_costs_only_its_own_rollout() -> None:
     await tools.participant.retire([R0])
     await tools.participant.retire([R0])
     assert tools.values == {"o": 0}
+
+
+@pytest.mark.parametrize("attempts", [(2, 0), (0, 2)])
+async def test_a_retire_of_several_attempts_of_a_rollout_waits_for_the_highest(attempts: tuple[int, int]) -> None:
+    tools = Tools()
+    await tools.seed(episode=R2)
+    tools.hold()
+    running = asyncio.create_task(tools.add(episode=R2))
+    await settle()
+    tools.participant.gate.fence.mark("r", 2)
+    retiring = asyncio.create_task(tools.participant.retire([Episode("r", attempt) for attempt in attempts]))
+    await asyncio.sleep(100)
+    assert not retiring.done()
+    tools.turnstile.release()
+    await retiring
+    assert (await running, tools.values) == (1, {})
 
 
 # ---- seed -------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from gym_servers.participants.busy import Busy
 from gym_servers.participants.calls import Calls
 from gym_servers.participants.gate import Gate
 from gym_servers.protocol.errors import ProtocolError
-from gym_servers.protocol.identity import Episode
+from gym_servers.protocol.identity import Episode, highest
 from gym_servers.protocol.messages import Blocker
 
 log = logging.getLogger("gym_servers")
@@ -334,9 +334,7 @@ class AgentParticipant(AgentTurns):
         self._answered.clear()
 
     async def retire(self, episodes: Sequence[Episode]) -> None:
-        wanted: dict[str, int] = {}
-        for episode in episodes:
-            wanted[episode.rollout_id] = max(episode.attempt, wanted.get(episode.rollout_id, -1))
+        wanted = highest(episodes)
         await self._calls.end(wanted)
         await self._busy.wait_done(wanted)  # what a seed in progress brings is found below
         ending = [session for rollout, attempt in wanted.items() for session in self._of(rollout, attempt)]

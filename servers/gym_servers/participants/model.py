@@ -16,7 +16,7 @@ from gym_servers.capture.ledger import CallRecord, Ledger, decode, encode
 from gym_servers.participants.base import Participant, RestorePlan, Scope, Survey
 from gym_servers.participants.gate import Gate
 from gym_servers.protocol.errors import ProtocolError
-from gym_servers.protocol.identity import Episode, parse_key
+from gym_servers.protocol.identity import Episode, highest, parse_key
 
 
 @dataclass(eq=False)
@@ -122,7 +122,7 @@ class ModelParticipant(Participant):
         self._ledgers.clear()
 
     async def retire(self, episodes: Sequence[Episode]) -> None:
-        wanted = {episode.rollout_id: episode.attempt for episode in episodes}
+        wanted = highest(episodes)
         ending = []
         for call in list(self._calls):
             if call.episode.attempt <= wanted.get(call.episode.rollout_id, -1):

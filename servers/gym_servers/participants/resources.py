@@ -19,7 +19,7 @@ from gym_servers.participants.gate import Gate
 from gym_servers.participants.records import reading
 from gym_servers.participants.tool_sessions import SessionTable, ToolSession, decode, encode, pair
 from gym_servers.protocol.errors import ProtocolError
-from gym_servers.protocol.identity import Episode
+from gym_servers.protocol.identity import Episode, highest
 
 log = logging.getLogger("gym_servers")
 
@@ -375,7 +375,7 @@ class ResourcesParticipant(Participant):
         self.discard((sessions, {}))
 
     async def retire(self, episodes: Sequence[Episode]) -> None:
-        wanted = {episode.rollout_id: episode.attempt for episode in episodes}
+        wanted = highest(episodes)
         await self._busy.wait_done(wanted)
         await self._end_all(
             [one for rollout, attempt in wanted.items() for one in self._sessions.up_to(rollout, attempt)]

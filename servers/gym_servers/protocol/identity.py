@@ -8,6 +8,7 @@ else `<rollout_id>-a<attempt>`. A rollout id may therefore not itself end in `-a
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 MAX_ROLLOUT_ID = 200
@@ -54,6 +55,14 @@ def parse_key(key: str) -> Episode:
     if digits.startswith("0"):
         raise InvalidIdentity(f"capture key {key[:80]!r}: attempt 0 has no suffix, others no leading zero")
     return Episode(key[: match.start()], int(digits))
+
+
+def highest(episodes: Iterable[Episode]) -> dict[str, int]:
+    """The highest attempt of each rollout among these: what ends an attempt ends its rollout's earlier ones too."""
+    attempts: dict[str, int] = {}
+    for episode in episodes:
+        attempts[episode.rollout_id] = max(episode.attempt, attempts.get(episode.rollout_id, -1))
+    return attempts
 
 
 def next_attempt(recorded: int | None, cell_attempt: int) -> int:
