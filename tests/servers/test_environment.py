@@ -454,6 +454,27 @@ async def test_cleanup_is_never_interrupted_and_retire_waits_for_it() -> None:
     assert await code(running) == "stale_attempt"
 
 
+async def test_c12_an_episode_that_is_retired_during_its_last_cleanup_has_no_row_and_leaves_no_receipt() -> None:
+    """Its stages are done: the cleanup is not interrupted, and what it would have answered is never handed out."""
+    participant = environment()
+    turn = Turn(participant)
+    turn.cleanup = asyncio.Event()
+    for end in turn.ends.values():
+        end.set()
+    running = run(participant, R0, turn)
+    await settle()
+    assert turn.log == ["replay", "wait", "cleanup"]
+    participant.gate.fence.mark("r", 0)
+    retiring = asyncio.create_task(participant.retire([R0]))
+    await settle()
+    assert not retiring.done()
+    turn.cleanup.set()
+    await retiring
+    assert len(participant._answered) == 0
+    assert await code(running) == "stale_attempt"
+    assert await code(participant.run(R0, "d", turn)) == "stale_attempt"
+
+
 async def test_an_episode_that_is_cancelled_before_its_first_step_does_not_stay_live() -> None:
     participant = environment()
     running = run(participant, R0, Turn(participant))

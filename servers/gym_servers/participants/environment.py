@@ -184,6 +184,9 @@ class EnvironmentParticipant(Participant):
         body: Callable[[Live, Unclaimed | None], Awaitable[Any]],
     ) -> Any:
         result = await body(live, unclaimed)
+        self.gate.fence.check(
+            live.episode
+        )  # retired during its last cleanup: a row of it would be one for killed work
         self._answered.remember(live.episode, live.digest, result)
         return result
 
