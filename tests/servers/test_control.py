@@ -617,6 +617,20 @@ async def test_retire_marks_stops_and_is_repeatable(idle: Callable[[], Control])
     await refused(control.call("retire", episode_ids=["x-a0"]), "invalid_request")
 
 
+@pytest.mark.parametrize(("verb", "names"), [("retire", "episode_ids"), ("forget", "rollout_ids")])
+async def test_a_name_that_comes_twice_in_a_list_is_meant_once(
+    idle: Callable[[], Control], verb: str, names: str
+) -> None:
+    control = idle()
+    await control.call(verb, "v", **{names: ["r", "r", "s", "r"]})
+    assert [episode.key for episode in control.stub.retired] == (["r", "s"] if verb == "retire" else [])
+    assert (await control.status())["report"]["ready"]
+    assert (await control.call("prepare", restarts=["x", "x"]))["phase"] == "prepared"
+    assert (await control.commit(episode_ids=["r", "r"], live=["s", "s"]))["episodes"] == ["r"]
+    other = Control(control.folder, session="session-2")
+    assert (await other.restore(episode_ids=["r", "r"]))["restored"] == ["r-a1"]
+
+
 @pytest.mark.parametrize("verb", ["retire", "forget"])
 async def test_retire_and_forget_never_touch_an_open_checkpoint(idle: Callable[[], Control], verb: str) -> None:
     control = idle()

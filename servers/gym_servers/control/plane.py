@@ -316,7 +316,7 @@ class ControlPlane:
         """Mark the episodes stale, stop their work, free their state, then reply. Repeatable."""
         self._require_settled("retire")
         try:
-            episodes = [parse_key(key) for key in request.episode_ids]
+            episodes = [parse_key(key) for key in dict.fromkeys(request.episode_ids)]
         except InvalidIdentity as error:
             raise ProtocolError("invalid_request", str(error)) from error
         for episode in episodes:
