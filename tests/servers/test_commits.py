@@ -177,7 +177,7 @@ async def test_what_was_retired_stays_refused_after_a_recovery(tmp_path: Path) -
     await fresh.call("prepare", "cp2")
     await fresh.commit("cp2", checkpoint_dir=str(tmp_path / "cp2"))
     manifest = json.loads((tmp_path / "cp2/environment/env/manifest.json").read_text())
-    assert manifest["marks"] == {"gone": 7}
+    assert manifest["marks"] == {"gone": 7, "r": 1}  # r goes on as attempt 2: the restore has fenced those before
 
 
 async def test_an_episode_that_was_retired_is_never_restored(tmp_path: Path) -> None:

@@ -553,6 +553,32 @@ async def test_a_restore_below_the_floor_is_refused(fresh: Callable[[], Control]
     assert (await control.status())["cell_attempt"] == 5
 
 
+@pytest.mark.parametrize("attempt_floor", [True, False])
+async def test_a_restore_fences_all_that_was_recorded_also_what_starts_over(
+    tmp_path: Path, attempt_floor: bool
+) -> None:
+    """Also at a participant that has no record of it, and for a driver that cannot know the floor."""
+    await written(Control(tmp_path, coordinated=False))
+    control = Control(tmp_path, attempt_floor=attempt_floor)
+    await control.restore(episode_ids=["r"], restarts=["s", "x-a1", "x-a2"])
+    assert control.gate.fence.marks == {"r": 0, "s": 0, "x": 2}
+    await control.call("resume", "restore")
+    for stale in (Episode("r", 0), Episode("s", 0), Episode("x", 2)):
+        assert control.gate.fence.is_stale(stale)
+    for able in (Episode("r", 1), Episode("s", 1), Episode("x", 3)):
+        control.gate.fence.check(able)
+
+
+async def test_an_episode_that_was_recorded_under_a_lower_attempt_too_continues_above_both(
+    fresh: Callable[[], Control], tmp_path: Path
+) -> None:
+    await written(Control(tmp_path, coordinated=False))
+    control = fresh()
+    await refused(control.restore(restarts=["r-a4"], attempts={"r": 4}), "stale_attempt")
+    await refused(control.restore(restarts=["x-a0"]), "invalid_request")
+    assert (await control.restore(restarts=["r-a4"]))["restored"] == ["r-a5"]
+
+
 async def test_a_restore_that_a_resume_overtook_is_refused(
     fresh: Callable[[], Control], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

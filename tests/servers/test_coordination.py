@@ -15,6 +15,7 @@ import pytest
 from gym_rig.cell import GRACE, Rig, cell
 from gym_rig.network import Alive
 from gym_rig.virtual import now
+from gym_rig.wire import code, post
 from gym_servers.control.writes import RecordWrite
 from gym_servers.coordination.checkpoint import Checkpoint, CheckpointFailed, Progress, Request
 from gym_servers.coordination.client import ParticipantClient, Unreachable
@@ -22,6 +23,7 @@ from gym_servers.engine.rows import counter_rows
 from gym_servers.protocol import messages as m
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.phases import Phase
+from gym_servers.stack.settings import ServerSettings
 from gym_servers.storage.cells import directory_name, published
 from gym_servers.storage.directory import DirectoryStore
 from gym_servers.storage.locate import join, open_store
@@ -333,6 +335,40 @@ async def test_unclaimed_records_in_scope_are_kept_and_exported_again(tmp_path: 
         outcome = await checkpoint(rig).take()
         assert outcome.publication.episodes == ["x-a1"]
         assert (await run(rig, "x", 1)).json()["result"]["reward"] == 1.0
+
+
+async def test_without_a_floor_a_restore_fences_what_continues_and_what_starts_over_at_every_server(
+    tmp_path: Path,
+) -> None:
+    async with cell(tmp_path, counter_rows(1, 1), collection=None) as rig:
+        rig.settings = {name: without_floor(one) for name, one in rig.settings.items()}
+        await rig.until(rig.running)
+        running = [asyncio.create_task(run(rig, rollout, 0)) for rollout in ("x", "y")]
+        await rig.until(lambda: rig.effects() >= 2)
+        env = rig.participant("env")
+        env.restart_only(env._live["x"])
+        assert (await rig.checkpoint("one")).publication.restarts == ["x"]
+        rig.kill("policy")
+        await rig.until(lambda: rig.running(1))
+        for task in running:
+            task.cancel()
+        for rollout in ("x", "y"):
+            assert (await run(rig, rollout, 0)).json()["error"]["code"] == "stale_attempt"
+            for server, path, body in (
+                ("counter", "seed_session", {"initial_count": 1}),
+                ("policy", "v1/responses", {"input": "add 1"}),
+                ("agent", "v1/agent_sessions", {"agent_session_id": "late"}),
+            ):
+                refused = await post(rig, server, f"/ng-rollout/{rollout}/{path}", body)
+                assert code(refused) == "stale_attempt", (server, rollout)
+            assert (await run(rig, rollout, 1)).json()["result"]["reward"] == 1.0
+        assert (await run(rig, "new", 0)).json()["result"]["reward"] == 1.0
+
+
+def without_floor(settings: ServerSettings) -> ServerSettings:
+    """As for a driver that cannot know the floor."""
+    checkpoint = settings.checkpoint.model_copy(update={"attempt_floor": False})
+    return settings.model_copy(update={"checkpoint": checkpoint})
 
 
 @pytest.mark.parametrize("how", ["it fails", "it stops"])

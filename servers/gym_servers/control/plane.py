@@ -206,7 +206,9 @@ class ControlPlane:
             if request.cell_attempt < self.gate.fence.floor:
                 raise ProtocolError("stale_attempt", f"a later recovery than {request.cell_attempt} was here")
             try:
-                plan = plan_restore(request.episode_ids, request.cell_attempt, request.attempts)
+                plan = plan_restore(
+                    request.episode_ids, request.cell_attempt, request.attempts, request.restarts
+                )
             except InvalidIdentity as error:
                 raise ProtocolError("invalid_request", str(error)) from error
             read = await self._before(request.deadline_ts, asyncio.to_thread(self._read, request, plan))
@@ -219,6 +221,7 @@ class ControlPlane:
                 self.participant.discard(staged)
                 raise
             self.gate.fence.restore(read.marks)
+            self.gate.fence.restore(plan.marks())
             restored = self.participant.install(staged)
             self.gate.move(moved(self.gate.control, Input.RESTORE, request.checkpoint_id))
             self._lease.renew()

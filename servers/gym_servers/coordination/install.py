@@ -68,6 +68,7 @@ async def _restore(
                     checkpoint_dir=uri,
                     episode_ids=publication.episodes,
                     cell_attempt=cell_attempt,
+                    restarts=publication.discontinued,
                     manifest_digest=digests[client.kind, client.name],
                     session=sessions.get(client.name),
                 ),

@@ -323,7 +323,6 @@ class AgentParticipant(AgentTurns):
                 if one.restored is not None:
                     one.restored.since = now
                 self._add(one)
-            self.gate.fence.mark(one.episode.rollout_id, one.episode.attempt - 1)
         return [one.episode.key for one in staged]
 
     def uninstall(self) -> None:

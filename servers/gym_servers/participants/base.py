@@ -9,7 +9,7 @@ from typing import Any
 
 from gym_servers.participants.gate import Gate
 from gym_servers.protocol.errors import ProtocolError
-from gym_servers.protocol.identity import Episode, next_attempt, parse_key
+from gym_servers.protocol.identity import Episode, highest, next_attempt, parse_key
 from gym_servers.protocol.messages import Blocker
 
 
@@ -46,12 +46,19 @@ class Scope:
 
 @dataclass(frozen=True)
 class RestorePlan:
-    """Which recorded episodes are installed, and under which attempt each continues."""
+    """Which recorded episodes are installed, and under which attempt each continues; `over`: rollout -> the highest
+    attempt that was recorded and does not continue."""
 
     episodes: Mapping[str, Episode]  # capture key as recorded -> episode as restored
+    over: Mapping[str, int] = field(default_factory=dict)
 
     def restored(self, key: str) -> Episode | None:
         return self.episodes.get(key)
+
+    def marks(self) -> dict[str, int]:
+        """The watermarks that the restore sets: no attempt that was recorded acts any more, whoever has a record of
+        it."""
+        return {**self.over, **highest(one.under(one.attempt - 1) for one in self.episodes.values())}
 
     def check(self, marks: Mapping[str, int]) -> None:
         """Raise `stale_attempt` where an episode would be stale at once: its watermark is restored with it."""
@@ -60,22 +67,26 @@ class RestorePlan:
                 raise ProtocolError("stale_attempt", f"{episode.key} was retired before the checkpoint")
 
 
-def plan_restore(keys: Collection[str], cell_attempt: int, attempts: Mapping[str, int]) -> RestorePlan:
-    """The plan of the attempt rule (protocol section 1). Raises `stale_attempt` for an entry of `attempts` that
-    is below the floor or not above the recorded attempt, InvalidIdentity for a key that names no episode."""
-    episodes = {}
+def plan_restore(
+    keys: Collection[str], cell_attempt: int, attempts: Mapping[str, int], restarts: Collection[str] = ()
+) -> RestorePlan:
+    """The plan of the attempt rule (protocol section 1); `restarts` are recorded too and do not continue. Raises
+    `stale_attempt` for an entry of `attempts` that is below the floor or not above the recorded attempt,
+    InvalidIdentity for a key that names no episode."""
+    episodes, over = {}, highest(map(parse_key, restarts))
     for key in keys:
         recorded = parse_key(key)
+        last = max(recorded.attempt, over.get(recorded.rollout_id, -1))
         wanted = attempts.get(recorded.rollout_id)
-        if wanted is not None and (wanted < cell_attempt or wanted <= recorded.attempt):
+        if wanted is not None and (wanted < cell_attempt or wanted <= last):
             raise ProtocolError(
                 "stale_attempt",
-                f"{recorded.rollout_id} cannot continue as attempt {wanted}: recorded under "
-                f"{recorded.attempt}, floor {cell_attempt}",
+                f"{recorded.rollout_id} cannot continue as attempt {wanted}: recorded under {last}, "
+                f"floor {cell_attempt}",
             )
-        attempt = wanted if wanted is not None else next_attempt(recorded.attempt, cell_attempt)
+        attempt = wanted if wanted is not None else next_attempt(last, cell_attempt)
         episodes[key] = recorded.under(attempt)
-    return RestorePlan(episodes)
+    return RestorePlan(episodes, over)
 
 
 class Participant(abc.ABC):
@@ -111,7 +122,8 @@ class Participant(abc.ABC):
 
     @abc.abstractmethod
     def install(self, staged: Any) -> list[str]:
-        """Make what was staged live, in one step that cannot fail; the capture keys that are now restored."""
+        """Make what was staged live, in one step that cannot fail; the capture keys that are now restored. The
+        attempts before them are fenced already."""
 
     @abc.abstractmethod
     def uninstall(self) -> None:

@@ -330,7 +330,6 @@ class EnvironmentParticipant(Participant):
     def install(self, staged: list[Unclaimed]) -> list[str]:
         for record in staged:
             self._unclaimed[record.episode.rollout_id] = record
-            self.gate.fence.mark(record.episode.rollout_id, record.episode.attempt - 1)
         return [record.episode.key for record in staged]
 
     def uninstall(self) -> None:

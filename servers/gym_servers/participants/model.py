@@ -113,9 +113,6 @@ class ModelParticipant(Participant):
 
     def install(self, staged: dict[str, Ledger]) -> list[str]:
         self._ledgers.update(staged)
-        for key in staged:
-            episode = parse_key(key)
-            self.gate.fence.mark(episode.rollout_id, episode.attempt - 1)
         return list(staged)
 
     def uninstall(self) -> None:

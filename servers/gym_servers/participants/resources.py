@@ -363,7 +363,6 @@ class ResourcesParticipant(Participant):
         for session in staged[0]:
             assert session.episode is not None
             self._sessions.add(session)
-            self.gate.fence.mark(session.episode.rollout_id, session.episode.attempt - 1)
             installed.append(session.episode.key)
         return installed
 

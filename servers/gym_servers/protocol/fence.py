@@ -56,7 +56,7 @@ class Fence:
         self.marks[rollout_id] = max(attempt, self.marks.get(rollout_id, -1))
 
     def restore(self, marks: Mapping[str, int]) -> None:
-        """Take over the watermarks of the process before: what was retired there stays retired."""
+        """Take over the watermarks of a restore: what was retired, or replaced by it, stays so."""
         for rollout_id, attempt in marks.items():
             self.mark(rollout_id, attempt)
 

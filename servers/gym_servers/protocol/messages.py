@@ -61,6 +61,7 @@ class RestoreRequest(Verb):
     episode_ids: list[CaptureKey]
     cell_attempt: int = Field(0, ge=0)
     attempts: dict[RolloutId, int] = {}
+    restarts: list[CaptureKey] = []  # (+) recorded too, and not continued: their attempts are over
     manifest_digest: str | None = None  # (+) the manifest's SHA-256 as published; another one is refused
     session: str | None = None  # (+) the process that is meant: its successor at the same address refuses
 

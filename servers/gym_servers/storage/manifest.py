@@ -97,6 +97,11 @@ class Publication(_Document):
     not_started: list[str] = []
 
     @property
+    def discontinued(self) -> list[str]:
+        """Episodes that ran and are not in the restorable set: their attempts are over."""
+        return sorted({*self.restarts, *self.not_started})
+
+    @property
     def order(self) -> tuple[int, int]:
         """Newest = highest."""
         return self.cell_attempt, self.sequence

@@ -76,7 +76,7 @@ MUTANTS = (
     Mutant(
         "restore under the recorded attempt",
         "participants/base.py",
-        "attempt = wanted if wanted is not None else next_attempt(recorded.attempt, cell_attempt)",
+        "attempt = wanted if wanted is not None else next_attempt(last, cell_attempt)",
         "attempt = recorded.attempt",
     ),
     Mutant(

@@ -53,8 +53,10 @@ def restore(
 ) -> list[str]:
     """Install records in a fresh participant; `resume` puts it into service."""
     gate = participant.gate
-    staged: Any = participant.read(records, plan_restore(keys, cell_attempt, attempts or {}))
+    plan = plan_restore(keys, cell_attempt, attempts or {})
+    staged: Any = participant.read(records, plan)
     gate.fence.raise_floor(cell_attempt)
+    gate.fence.restore(plan.marks())
     restored = participant.install(staged)
     gate.move(moved(gate.control, Input.RESTORE, "restore"))
     return restored
@@ -65,8 +67,10 @@ async def restore_built(
 ) -> list[str]:
     """`restore` for a participant whose records describe what has to be built first."""
     gate = participant.gate
-    staged: Any = await participant.build(participant.read(records, plan_restore(keys, cell_attempt, {})))
+    plan = plan_restore(keys, cell_attempt, {})
+    staged: Any = await participant.build(participant.read(records, plan))
     gate.fence.raise_floor(cell_attempt)
+    gate.fence.restore(plan.marks())
     restored = participant.install(staged)
     gate.move(moved(gate.control, Input.RESTORE, "restore"))
     return restored

@@ -109,6 +109,27 @@ def test_an_attempt_that_a_coordinator_names_obeys_the_same_rule(recorded: int, 
         assert plan_restore([key], floor, {"r": wanted}).restored(key) == Episode("r", wanted)
 
 
+@given(KEYS, KEYS, st.integers(0, 8))
+def test_nothing_that_was_recorded_acts_after_a_restore_and_all_that_continues_does(
+    pairs: list[tuple[str, int]], restarts: list[tuple[str, int]], cell_attempt: int
+) -> None:
+    """Also with no floor, and where a rollout is recorded under several attempts."""
+    keys, over = ([Episode(*pair).key for pair in some] for some in (pairs, restarts))
+    plan = plan_restore(keys, cell_attempt, {}, over)
+    fence = Fence(enforce_floor=False)
+    fence.restore(plan.marks())
+    for pair in (*pairs, *restarts):
+        assert fence.is_stale(Episode(*pair))
+    for key in keys:
+        restored = plan.restored(key)
+        assert restored is not None
+        assert not fence.is_stale(restored)
+        assert fence.is_stale(restored.under(restored.attempt - 1))
+    for rollout, attempt in restarts:
+        if rollout not in {name for name, _ in pairs}:
+            assert not fence.is_stale(Episode(rollout, attempt + 1))
+
+
 def test_a_key_that_names_no_episode_is_refused() -> None:
     with pytest.raises(InvalidIdentity):
         plan_restore(["x-a0"], 0, {})
