@@ -16,6 +16,7 @@ from gym_servers.participants.agent_turns import ADMISSION_RETRY_SECONDS
 from gym_servers.participants.gate import Gate
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.identity import Episode
+from gym_servers.protocol.phases import Input, moved
 
 R0, R1, R2 = (Episode("r", attempt) for attempt in range(3))
 ACCESS = [{"peer": "counter", "jar": {"c": {"id": "1"}}, "headers": {}}]
@@ -533,6 +534,7 @@ class Own:
         self.retired: list[str] = []
         self.held: asyncio.Event | None = None
         self.broken = False
+        self.failing: BaseException | None = None
 
     @property
     def hooks(self) -> AgentHooks:
@@ -545,6 +547,8 @@ class Own:
         if any(not isinstance(state, int) for state in sessions.values()):
             raise ValueError("not a number")
         self.states = dict(sessions)
+        if self.failing is not None:
+            raise self.failing
 
     async def retire(self, key: str) -> None:
         if self.held is not None:
@@ -595,6 +599,69 @@ async def test_a_restore_that_is_given_up_ends_what_the_agent_took_over() -> Non
     second.uninstall()
     await settle()
     assert (after.retired, after.states) == (["r-a1"], {})
+
+
+async def test_a_restore_waits_for_what_the_one_before_it_still_ends() -> None:
+    """Its sessions have the same names: ended late, the new ones would be without their state."""
+    own, after = Own(), Own()
+    first = opted(own)
+    await seeded(first)
+    own.states["r"] = 1
+    records = await checkpoint(first, "r")
+    second = opted(after, started=False)
+    await restore_built(second, records, "r")
+    after.held = asyncio.Event()
+    second.uninstall()
+    second.gate.move(moved(second.gate.control, Input.EXPIRE))
+    again = asyncio.create_task(restore_built(second, records, "r"))
+    await asyncio.sleep(5)
+    assert not again.done()
+    after.held.set()
+    assert await again == ["r-a1"]
+    await settle()
+    assert (after.retired, after.states) == (["r-a1"], {"r-a1": 1})
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyError, TypeError, AttributeError, OSError, asyncio.CancelledError])
+async def test_a_restore_that_fails_half_way_or_is_cut_leaves_nothing_and_can_be_tried_again(
+    error: type[BaseException],
+) -> None:
+    """A refusal of the states is told from what failed here and now."""
+    own, after = Own(), Own()
+    first = opted(own)
+    for name in ("r", "other"):
+        await seeded(first, Episode(name, 0), name)
+        own.states[name] = 1
+    records = await checkpoint(first)
+    second = opted(after, started=False)
+    after.failing = error("half way")
+    refuses = issubclass(error, ValueError | KeyError | TypeError | AttributeError)
+    with pytest.raises(ProtocolError if refuses else error) as failed:
+        await restore_built(second, records, "r", "other")
+    assert not refuses or failed.value.code == "invalid_checkpoint_state"  # type: ignore[attr-defined]
+    await settle()
+    assert (after.states, second.survey().counts["sessions"]) == ({}, 0)
+    after.failing = None
+    assert await restore_built(second, records, "r", "other") == ["r-a1", "other-a1"]
+    assert after.states == {"r-a1": 1, "other-a1": 1}
+
+
+async def test_a_state_of_a_given_up_restore_that_cannot_be_ended_keeps_nobody_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    own, after = Own(), Own()
+    first = opted(own)
+    await seeded(first)
+    own.states["r"] = 1
+    records = await checkpoint(first, "r")
+    second = opted(after, started=False)
+    after.broken, after.failing = True, OSError("half way")
+    with pytest.raises(OSError, match="half way"):
+        await restore_built(second, records, "r")
+    await settle()
+    assert "could not be freed" in caplog.text
+    after.broken, after.failing = False, None
+    assert await restore_built(second, records, "r") == ["r-a1"]
 
 
 @pytest.mark.parametrize("how", ["close", "retire", "seed"])

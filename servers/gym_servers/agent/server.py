@@ -53,11 +53,13 @@ class AgentServer:
         return {}
 
     async def restore_agent_sessions(self, sessions: Mapping[str, Any]) -> None:
-        """Take the sessions over, in place of all it had: validate all, then install all. ValueError refuses."""
+        """Take the sessions over, in place of all it had: validate all - ValueError, KeyError or TypeError refuses
+        the restore - and only then install all. Failed or cut short, what was taken over is ended by
+        `retire_agent_session`."""
 
     async def retire_agent_session(self, key: str) -> None:
-        """End what the agent keeps or runs for one session, such as a sandbox. Repeatable; its activation has been
-        stopped."""
+        """End what the agent keeps or runs for one session, such as a sandbox. Repeatable, also for a session that is
+        not known; its activation has been stopped."""
 
 
 def hooks_of(made: Sequence[AgentServer]) -> AgentHooks:

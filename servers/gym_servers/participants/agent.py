@@ -27,7 +27,9 @@ from gym_servers.participants.answered import Answered, same_request
 from gym_servers.participants.base import RestorePlan, Scope, Survey
 from gym_servers.participants.busy import Busy
 from gym_servers.participants.calls import Calls
+from gym_servers.participants.freeing import Freeing
 from gym_servers.participants.gate import Gate
+from gym_servers.participants.records import reading
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.identity import Episode, highest
 from gym_servers.protocol.messages import Blocker
@@ -55,7 +57,7 @@ class AgentParticipant(AgentTurns):
         self._answered = Answered(ANSWERED_ROWS)
         self._busy = Busy(gate)
         self._restarts: frozenset[str] = frozenset()
-        self._uninstalling: set[asyncio.Future[Any]] = set()
+        self._freeing = Freeing(hooks.retire)
 
     # ---- sessions -----------------------------------------------------------------------------------------
 
@@ -296,22 +298,17 @@ class AgentParticipant(AgentTurns):
         return [one for name, data in records.items() if (one := read_record(name, data, plan)) is not None]
 
     async def build(self, staged: list[Session | AnsweredRow]) -> list[Session | AnsweredRow]:
-        states = {one.episode.key: one.state for one in staged if isinstance(one, Session)}
+        await self._freeing.done()
         try:
-            await self._hooks.restore(states)
-        except ValueError as error:
-            raise ProtocolError("invalid_checkpoint_state", f"the agent's own state: {error}") from error
+            with reading("agent states"):
+                await self._hooks.restore({one.episode.key: one.state for one in staged if isinstance(one, Session)})
+        except BaseException:
+            self.discard(staged)
+            raise
         return staged
 
     def discard(self, staged: list[Session | AnsweredRow]) -> None:
-        for one in staged:
-            if isinstance(one, Session):
-                self._end_later(one.episode.key)
-
-    def _end_later(self, key: str) -> None:
-        ending = asyncio.ensure_future(self._hooks.retire(key))
-        self._uninstalling.add(ending)
-        ending.add_done_callback(self._uninstalling.discard)
+        self._freeing.begin(one.episode.key for one in staged if isinstance(one, Session))
 
     def install(self, staged: list[Session | AnsweredRow]) -> list[str]:
         now = self.gate.clock()
@@ -326,8 +323,7 @@ class AgentParticipant(AgentTurns):
         return [one.episode.key for one in staged]
 
     def uninstall(self) -> None:
-        for session in self._sessions.values():
-            self._end_later(session.episode.key)
+        self._freeing.begin(session.episode.key for session in self._sessions.values())
         self._sessions.clear()
         self._by_rollout.clear()
         self._answered.clear()

@@ -15,6 +15,7 @@ from typing import Any
 
 from gym_servers.participants.base import Participant, RestorePlan, Scope, Survey
 from gym_servers.participants.busy import Busy
+from gym_servers.participants.freeing import Freeing
 from gym_servers.participants.gate import Gate
 from gym_servers.participants.records import reading
 from gym_servers.participants.tool_sessions import SessionTable, ToolSession, decode, encode, pair
@@ -63,7 +64,7 @@ class ResourcesParticipant(Participant):
         self._seeding: dict[tuple[str, str], _Seed] = {}
         self._busy = Busy(gate)
         self._restarts: frozenset[str] = frozenset()
-        self._freeing: set[asyncio.Task[None]] = set()
+        self._freeing = Freeing(lambda session_id: self.hooks.retire(session_id))
         self._parking: asyncio.Task[None] | None = None
 
     # ---- seed ---------------------------------------------------------------------------------------------
@@ -337,8 +338,7 @@ class ResourcesParticipant(Participant):
 
     async def build(self, staged: Staged) -> Staged:
         """Builds the states. No call can reach them yet: their sessions are not in the table."""
-        if self._freeing:
-            await asyncio.wait(self._freeing)  # of a restore that was given up, under the same names
+        await self._freeing.done()
         if self.mode == "exported":
             try:
                 with reading("session states"):
@@ -349,14 +349,7 @@ class ResourcesParticipant(Participant):
         return staged
 
     def discard(self, staged: Staged) -> None:
-        freeing = asyncio.ensure_future(self._free([session.id for session in staged[0]]))
-        self._freeing.add(freeing)
-        freeing.add_done_callback(self._freeing.discard)
-
-    async def _free(self, session_ids: Sequence[str]) -> None:
-        for outcome in await asyncio.gather(*map(self.hooks.retire, session_ids), return_exceptions=True):
-            if isinstance(outcome, Exception):
-                log.error("a session's state could not be freed", exc_info=outcome)
+        self._freeing.begin(session.id for session in staged[0])
 
     def install(self, staged: Staged) -> list[str]:
         installed = []
