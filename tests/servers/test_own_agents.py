@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
 
 from gym_rig.cell import Rig, cell
 from gym_rig.verbs import checkpoint, restore_built, resume
@@ -147,26 +148,36 @@ class Notes(AgentServer):
 
     checkpoint_sessions_supported: ClassVar[bool] = True
     held: ClassVar[asyncio.Event | None] = None
+    last: ClassVar[Notes]  # the newest process
 
     def __init__(self, setup: AgentSetup) -> None:
         super().__init__(setup)
         self.counts: dict[str, int] = {}
+        self.seeds = 0
+        Notes.last = self
 
     def setup_webserver(self) -> FastAPI:
         app = FastAPI()
 
         @app.post("/v1/agent_sessions")
         async def seed(body: dict[str, Any]) -> dict[str, Any]:
+            self.seeds += 1
+            if Notes.held is not None:
+                await Notes.held.wait()
             self.counts[required_episode().key] = 0
             return {"agent_session_id": body["agent_session_id"]}
 
         @app.post("/v1/responses")
-        async def responses(request: Request) -> dict[str, Any]:
+        @app.post("/v1/chat/completions")
+        @app.post("/run")
+        async def work(request: Request) -> Any:
             if Notes.held is not None:
                 await Notes.held.wait()
             key = required_episode().key
-            self.counts[key] += 1
-            return {"output": [], "count": self.counts[key]}
+            self.counts[key] = self.counts.get(key, 0) + 1
+            if (await request.json()).get("break"):
+                return JSONResponse({"error": "broken"}, 500)
+            return {"output": [], "count": self.counts[key], "said": "grüß"}
 
         return app
 
@@ -239,3 +250,148 @@ async def test_a_class_that_is_no_agent_is_refused_at_start_up(tmp_path: Path) -
     with pytest.raises(SettingsError, match="is not a subclass of"):
         async with foreign(tmp_path, servers=servers(tmp_path, {"server": "pathlib:Path"})) as rig:
             await rig.processes()
+
+
+# ---- calls that come twice ----------------------------------------------------------------------------------
+
+SEEDED = "/ng-rollout/x/v1/agent_sessions"
+PATHS = pytest.mark.parametrize("path", ["/v1/responses", "/v1/chat/completions", "/run"])
+KINDS = pytest.mark.parametrize("kind", ["Notes", "Unsure"])
+FIRST = {headers.ACTIVATION: "1"}
+
+
+@PATHS
+@KINDS
+async def test_c20_a_call_that_comes_twice_under_its_index_runs_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, path: str
+) -> None:
+    """While the first is under way, also behind a checkpoint, and after it; whoever asked first may be gone."""
+    async with foreign(tmp_path, servers=own(tmp_path, kind)) as rig:
+        await serving(rig)
+        await ok(rig, "agent", SEEDED, {"agent_session_id": "x"})
+        monkeypatch.setattr(Notes, "held", asyncio.Event())
+        gone, *both = (
+            asyncio.create_task(post(rig, "agent", f"/ng-rollout/x{path}", {"input": "a"}, **FIRST)) for _ in range(3)
+        )
+        await settle()
+        gone.cancel()
+        await settle()
+        assert code(await post(rig, "agent", f"/ng-rollout/x{path}", {"input": "b"}, **FIRST)) == (
+            "checkpoint_conflict"
+        )
+        assert Notes.held is not None
+        Notes.held.set()
+        replies = [await one for one in both]
+        replies.append(await post(rig, "agent", f"/ng-rollout/x{path}", {"input": "a"}, **FIRST))
+        assert [(one.status_code, one.json()["count"], one.json()["said"]) for one in replies] == [
+            (200, 1, "grüß")
+        ] * 3
+        assert Notes.last.counts == {"x": 1}
+        for index, body, wanted in (
+            ("1", {"input": "b"}, "checkpoint_conflict"),
+            ("3", {}, "activation_out_of_order"),
+        ):
+            late = await post(rig, "agent", f"/ng-rollout/x{path}", body, **{headers.ACTIVATION: index})
+            assert code(late) == wanted
+        reply, _ = await ok(rig, "agent", f"/ng-rollout/x{path}", {"input": "a"}, **{headers.ACTIVATION: "2"})
+        assert reply["count"] == 2
+
+
+@KINDS
+async def test_c20_a_row_that_comes_twice_without_a_session_runs_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Its episode is a restart while it runs; what it answered is answered again, also after a restore."""
+    async with foreign(tmp_path, servers=own(tmp_path, kind)) as rig:
+        await serving(rig)
+        monkeypatch.setattr(Notes, "held", asyncio.Event())
+        row = {"responses_create_params": {}, "_ng_attempt_index": 0}
+        both = [asyncio.create_task(post(rig, "agent", "/ng-rollout/x/run", row)) for _ in range(2)]
+        await settle()
+        participant = rig.participant("agent")
+        assert participant.survey().restarts == {"x"}
+        assert code(await post(rig, "agent", "/ng-rollout/x/run", {**row, "more": 1})) == "checkpoint_conflict"
+        assert Notes.held is not None
+        Notes.held.set()
+        replies = [(await one).json()["count"] for one in both]
+        replies.append((await ok(rig, "agent", "/ng-rollout/x/run", row))[0]["count"])
+        assert (replies, Notes.last.counts) == ([1, 1, 1], {"x": 1})
+        records = await checkpoint(participant)
+        rig.kill("agent")
+        fresh = rig.start("agent").server.participant
+        assert await restore_built(fresh, records, "x") == ["x-a1"]
+        resume(fresh, "restore")
+        reply, _ = await ok(rig, "agent", "/ng-rollout/x-a1/run", {**row, "_ng_attempt_index": 1})
+        assert (reply["count"], Notes.last.counts) == (1, {})
+
+
+async def test_c15_an_activation_of_before_the_cut_is_answered_after_the_restore(tmp_path: Path) -> None:
+    """The environment stood before its reply: it asks for the same activation again."""
+    async with foreign(tmp_path, servers=own(tmp_path)) as rig:
+        await serving(rig)
+        await ok(rig, "agent", SEEDED, {"agent_session_id": "x"})
+        before, _ = await ok(rig, "agent", "/ng-rollout/x/v1/responses", {"input": "a"}, **FIRST)
+        records = await checkpoint(rig.participant("agent"))
+        rig.kill("agent")
+        fresh = rig.start("agent").server.participant
+        await restore_built(fresh, records, "x")
+        resume(fresh, "restore")
+        again, _ = await ok(rig, "agent", "/ng-rollout/x-a1/v1/responses", {"input": "a"}, **FIRST)
+        assert again == before
+        assert Notes.last.counts == {"x-a1": 1}
+
+
+@PATHS
+async def test_c17_an_error_of_an_own_application_is_passed_on_and_not_kept(tmp_path: Path, path: str) -> None:
+    async with foreign(tmp_path, servers=own(tmp_path)) as rig:
+        await serving(rig)
+        await ok(rig, "agent", SEEDED, {"agent_session_id": "x"})
+        for count in (1, 2):
+            response = await post(rig, "agent", f"/ng-rollout/x{path}", {"break": True}, **FIRST)
+            assert (response.status_code, response.json()) == (500, {"error": "broken"})
+            assert Notes.last.counts == {"x": count}
+        reply, _ = await ok(rig, "agent", f"/ng-rollout/x{path}", {"input": "a"}, **FIRST)
+        assert reply["count"] == 3
+
+
+async def test_c20_a_seed_that_comes_twice_at_once_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with foreign(tmp_path, servers=own(tmp_path)) as rig:
+        await serving(rig)
+        monkeypatch.setattr(Notes, "held", asyncio.Event())
+        both = [asyncio.create_task(post(rig, "agent", SEEDED, {"agent_session_id": "x"})) for _ in range(2)]
+        await settle()
+        assert code(await post(rig, "agent", SEEDED, {"agent_session_id": "y"})) == "checkpoint_conflict"
+        assert Notes.held is not None
+        Notes.held.set()
+        assert [(await one).json() for one in both] == [{"agent_session_id": "x"}] * 2
+        assert (Notes.last.seeds, rig.participant("agent").survey().counts["sessions"]) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("agent", "path"),
+    [
+        ("simple-agent", "/v1/responses"),
+        *((f"{__name__}:Notes", path) for path in ("/v1/responses", "/v1/chat/completions", "/run")),
+    ],
+)
+async def test_an_activation_that_is_counted_without_a_session_is_a_lost_session(
+    tmp_path: Path, agent: str, path: str
+) -> None:
+    """What is counted are a session's activations: a fresh one in its place would run them again."""
+    async with foreign(tmp_path, servers=servers(tmp_path, {"server": agent})) as rig:
+        await serving(rig)
+        response = await post(rig, "agent", f"/ng-rollout/x{path}", {"input": "a"}, **FIRST)
+        assert (response.status_code, code(response)) == (409, "session_lost")
+
+
+async def test_calls_without_an_index_are_each_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second one cannot be told from a repeat: whoever may repeat calls has to count them."""
+    async with foreign(tmp_path, servers=own(tmp_path)) as rig:
+        await serving(rig)
+        await ok(rig, "agent", SEEDED, {"agent_session_id": "x"})
+        monkeypatch.setattr(Notes, "held", asyncio.Event())
+        both = [asyncio.create_task(post(rig, "agent", "/ng-rollout/x/v1/responses", {})) for _ in range(2)]
+        await settle()
+        assert Notes.held is not None
+        Notes.held.set()
+        assert sorted([(await one).json()["count"] for one in both]) == [1, 2]

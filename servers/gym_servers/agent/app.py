@@ -97,15 +97,18 @@ def create_app(agent: AgentServer, rows: RowRuns | None, resources: str | None) 
         params = await json_object(request)
         session_id, episode = request.session.get("session_id"), current_episode()
         try:
-            # A cookie that was lost on the way is no call without a session: the episode has one.
-            if session_id is None and (episode is None or participant.session_of(episode) is None):
+            index = activation_index(request.headers.get(headers.ACTIVATION))
+            counted = index is not None and participant.gate.enabled
+            # A cookie that was lost on the way is no call without a session: the episode has one, or its caller
+            # counts the activations of one.
+            if session_id is None and not counted and (episode is None or participant.session_of(episode) is None):
                 return await direct(params, *required(episode), request.cookies)
             session = participant.session(session_id, episode)
 
             async def drive(activation: Activation) -> dict[str, Any]:
                 return await agent.turn(session, activation, params)
 
-            return await participant.activate(session, _index(request), digest_of(params), drive)
+            return await participant.activate(session, index, digest_of(params), drive)
         except (PeerFailed, PeerUnreachable) as error:
             raise ProtocolError("checkpoint_error", f"the activation failed: {error}") from error
 
@@ -140,8 +143,8 @@ def create_app(agent: AgentServer, rows: RowRuns | None, resources: str | None) 
     return app
 
 
-def _index(request: Request) -> int | None:
-    given = request.headers.get(headers.ACTIVATION)
+def activation_index(given: str | None) -> int | None:
+    """The activation that a header names, None without one. Raises `invalid_request`."""
     if given is None:
         return None
     if not given.isdigit() or given == "0":

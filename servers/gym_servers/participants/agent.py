@@ -17,16 +17,17 @@ from gym_servers.participants.agent_state import (
     NO_HOOKS,
     AgentHooks,
     AnsweredRow,
+    Reply,
     Session,
     answered_record,
     read_record,
     session_record,
 )
 from gym_servers.participants.agent_turns import AgentTurns
-from gym_servers.participants.answered import Answered, same_request
+from gym_servers.participants.answered import Answered
 from gym_servers.participants.base import RestorePlan, Scope, Survey
 from gym_servers.participants.busy import Busy
-from gym_servers.participants.calls import Calls
+from gym_servers.participants.calls import ROW, Calls
 from gym_servers.participants.freeing import Freeing
 from gym_servers.participants.gate import Gate
 from gym_servers.participants.records import reading
@@ -192,22 +193,45 @@ class AgentParticipant(AgentTurns):
     async def direct(self, episode: Episode, work: Callable[[], Awaitable[T]]) -> T:
         """A call that nothing can continue: reported as a restart while it runs."""
         await self._enter(episode)
-        result: T = await self._calls.join(self._calls.begin(episode, "", work, restart=True))
+        result: T = await self._calls.join(self._calls.begin(episode, "", "", work, restart=True))
         return result
 
-    async def exclusive(self, episode: Episode, work: Callable[[], Awaitable[T]]) -> T:
-        """A call on a session that has no boundaries inside: a checkpoint waits for its end."""
-        await self._enter(episode)
+    async def exclusive(
+        self, session: Session, index: int | None, digest: str, work: Callable[[], Awaitable[dict[str, Any]]]
+    ) -> dict[str, Any]:
+        """A call on a session that has no boundaries inside: a checkpoint waits for its end. Where it has an index, a
+        repeat joins it or gets its reply again."""
+        episode = session.episode
+        name = "" if index is None else f"activation {index}"
+        if (reply := self._known(session, index, digest)) is not None:
+            return reply
+        call = self._calls.find(episode, name, digest)
+        if call is None:
+            await self._enter(episode)
+            # All of this may have changed while we waited for a checkpoint to end.
+            if not self._present(session):
+                raise ProtocolError("session_lost", f"agent session {session.id} was closed")
+            if (reply := self._known(session, index, digest)) is not None:
+                return reply
+            call = self._calls.find(episode, name, digest)
 
-        async def step() -> T:
+        async def step() -> dict[str, Any]:
             async with self.step(episode, "activation"):
-                return await work()
+                response = await work()
+                if index is not None:
+                    session.reply = Reply(index, digest, response)
+                return response
 
-        result: T = await self._calls.join(self._calls.begin(episode, "", step, restart=not self.exportable))
+        if call is None:
+            call = self._calls.begin(episode, name, digest, step, restart=not self.exportable)
+        result: dict[str, Any] = await self._calls.join(call)
         return result
 
-    async def row(self, episode: Episode, digest: str, work: Callable[[], Awaitable[T]]) -> T:
-        """Serve a whole row once: a repeat joins it or is answered again, also after a restore.
+    async def row(
+        self, episode: Episode, digest: str, work: Callable[[], Awaitable[T]], *, restart: bool = False
+    ) -> T:
+        """Serve a whole row once: a repeat joins it or is answered again, also after a restore. `restart`: it cannot
+        be continued while it runs.
 
         A failed one is not answered again: its attempt is used up.
         """
@@ -216,8 +240,7 @@ class AgentParticipant(AgentTurns):
             if self.gate.enabled and (kept := self._answered.known(episode, digest)) is not None:
                 known: T = kept[0]
                 return known
-            if (running := self._calls.find(episode)) is not None:
-                same_request(episode, digest, running.digest)
+            if (running := self._calls.find(episode, ROW, digest)) is not None:
                 joined: T = await self._calls.join(running)
                 return joined
             if entered:
@@ -235,14 +258,19 @@ class AgentParticipant(AgentTurns):
             await self.gate.wait_checkpoint_closed()  # the boundary of its return: it is exported as answered
             return result
 
-        answer: T = await self._calls.join(self._calls.begin(episode, digest, run, restart=not self.exportable))
+        call = self._calls.begin(episode, ROW, digest, run, restart=restart or not self.exportable)
+        answer: T = await self._calls.join(call)
         return answer
 
     async def answered(self, session: Session, digest: str, result: Any) -> None:
         """A row's session has served: from here on its answer is what a checkpoint holds."""
-        if self.gate.enabled:
-            self._answered.remember(session.episode, digest, result)
+        self.remember(session.episode, digest, result)
         await self._free(session)
+
+    def remember(self, episode: Episode, digest: str, result: Any) -> None:
+        """Answer this row so from here on. `result` is a JSON value."""
+        if self.gate.enabled:
+            self._answered.remember(episode, digest, result)
 
     @asynccontextmanager
     async def step(self, episode: Episode, where: str) -> AsyncIterator[None]:

@@ -7,11 +7,14 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from gym_servers.participants.answered import same_request
 from gym_servers.participants.gate import Gate
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.identity import Episode
 
 T = TypeVar("T")
+
+ROW = "row"  # the name of the call that serves its episode as a whole
 
 
 async def outcome(task: asyncio.Task[T], ended: ProtocolError) -> T:
@@ -28,10 +31,11 @@ async def outcome(task: asyncio.Task[T], ended: ProtocolError) -> T:
 
 @dataclass(eq=False)
 class Call:
-    """A running call. `restart`: nothing of it can be continued. `digest` binds a repeat to its request; without one
-    a call is its own, and no other joins it."""
+    """A running call. A repeat of it is known by its `name` within its episode - without one no other joins it - and
+    bound to its request by `digest`. `restart`: nothing of it can be continued."""
 
     episode: Episode
+    name: str
     digest: str
     restart: bool
     task: asyncio.Task[Any]
@@ -47,19 +51,24 @@ class Calls:
     def __len__(self) -> int:
         return sum(len(calls) for calls in self._by_rollout.values())
 
-    def begin(self, episode: Episode, digest: str, work: Callable[[], Awaitable[Any]], *, restart: bool) -> Call:
+    def begin(
+        self, episode: Episode, name: str, digest: str, work: Callable[[], Awaitable[Any]], *, restart: bool
+    ) -> Call:
         async def run() -> Any:
             return await work()
 
-        call = Call(episode, digest, restart, asyncio.ensure_future(run()))
+        call = Call(episode, name, digest, restart, asyncio.ensure_future(run()))
         self._by_rollout.setdefault(episode.rollout_id, set()).add(call)
         call.task.add_done_callback(lambda _: self._ended(call))
         return call
 
-    def find(self, episode: Episode) -> Call | None:
-        """The episode's call that a repeat joins."""
+    def find(self, episode: Episode, name: str, digest: str) -> Call | None:
+        """The running call that a repeat joins. Raises `checkpoint_conflict` for another request under its name."""
         calls = self._by_rollout.get(episode.rollout_id, ())
-        return next((call for call in calls if call.episode == episode and call.digest), None)
+        found = next((call for call in calls if name and call.episode == episode and call.name == name), None)
+        if found is not None:
+            same_request(episode, digest, found.digest)
+        return found
 
     def restarts(self) -> set[str]:
         """Capture keys of what cannot be continued."""
@@ -85,7 +94,7 @@ class Calls:
     async def end_within(self, episode: Episode) -> None:
         """Stop the calls that were made inside of an episode's session; not the one that serves it as a whole."""
         calls = self._by_rollout.get(episode.rollout_id, ())
-        ending = [call.task for call in calls if call.episode == episode and not call.digest]
+        ending = [call.task for call in calls if call.episode == episode and call.name != ROW]
         for task in ending:
             task.cancel()
         if ending:
