@@ -153,7 +153,7 @@ class Notes(AgentServer):
     def __init__(self, setup: AgentSetup) -> None:
         super().__init__(setup)
         self.counts: dict[str, int] = {}
-        self.seeds = 0
+        self.seeds = self.closes = 0
         Notes.last = self
 
     def setup_webserver(self) -> FastAPI:
@@ -178,6 +178,13 @@ class Notes(AgentServer):
             if (await request.json()).get("break"):
                 return JSONResponse({"error": "broken"}, 500)
             return {"output": [], "count": self.counts[key], "said": "grüß"}
+
+        @app.post("/v1/agent_sessions/close")
+        async def close() -> dict[str, Any]:
+            self.closes += 1
+            if Notes.held is not None:
+                await Notes.held.wait()
+            return {"closes": self.closes}
 
         return app
 
@@ -395,3 +402,28 @@ async def test_calls_without_an_index_are_each_its_own(tmp_path: Path, monkeypat
         assert Notes.held is not None
         Notes.held.set()
         assert sorted([(await one).json()["count"] for one in both]) == [1, 2]
+
+
+@KINDS
+async def test_c19_closes_that_come_at_once_clean_up_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Together with a retire, and where whoever came first has left."""
+    async with foreign(tmp_path, servers=own(tmp_path, kind)) as rig:
+        await serving(rig)
+        await ok(rig, "agent", SEEDED, {"agent_session_id": "x"})
+        monkeypatch.setattr(Notes, "held", asyncio.Event())
+        gone, *rest = (
+            asyncio.create_task(post(rig, "agent", f"{SEEDED}/close", {"agent_session_id": "x"})) for _ in range(3)
+        )
+        await settle()
+        gone.cancel()
+        retiring = asyncio.create_task(retired(rig, "x"))
+        await settle()
+        assert not retiring.done()
+        assert Notes.held is not None
+        Notes.held.set()
+        await retiring
+        assert [(await one).json() for one in rest] == [{"closes": 1}] * 2
+        assert (Notes.last.closes, Notes.last.counts) == (1, {})
+        assert rig.participant("agent").survey().counts == {"sessions": 0, "busy": 0}

@@ -346,6 +346,21 @@ async def test_c19_a_second_close_is_answered_like_the_first(tmp_path: Path) -> 
         assert [reply for reply, _ in replies] == [body] * 3
 
 
+@pytest.mark.parametrize("server", ["agent", "counter"])
+async def test_c19_closes_that_come_at_once_are_all_answered_like_the_first(tmp_path: Path, server: str) -> None:
+    async with configured(tmp_path) as rig:
+        seed, close, name = {
+            "agent": ("v1/agent_sessions", "v1/agent_sessions/close", "agent_session_id"),
+            "counter": ("seed_session", "close_session", "resources_session_id"),
+        }[server]
+        body = {name: "a"}
+        _, jar = await ok(rig, server, f"/ng-rollout/x/{seed}", body)
+        at_once = [ok(rig, server, f"/ng-rollout/x/{close}", body, jar=jar) for _ in range(4)]
+        replies = [*await asyncio.gather(*at_once), await ok(rig, server, f"/ng-rollout/x/{close}", body, jar=jar)]
+        assert [reply for reply, _ in replies] == [body] * 5
+        assert empty(rig)
+
+
 async def test_c22_a_tool_session_that_is_lost_is_a_failure_of_its_own_kind_and_never_scored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

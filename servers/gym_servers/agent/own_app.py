@@ -104,14 +104,8 @@ class _Guard:
         return reply
 
     async def _close(self, episode: Episode, asked: _Asked) -> Reply:
-        replies: list[Reply] = []
-
-        async def finish() -> None:
-            replies.append(await asked.get())
-
-        await self._participant.close(episode.key, episode, finish)
-        # Not known here: what a close of nothing says is the application's.
-        return replies[0] if replies else await asked.get()
+        reply = await self._participant.close(episode.key, episode, asked.get)
+        return reply or await asked.get()  # not known here: what a close of nothing says is the application's
 
     async def _without_session(self, path: str, episode: Episode, asked: _Asked) -> Reply:
         """Nothing continues it: a checkpoint calls its episode a restart."""

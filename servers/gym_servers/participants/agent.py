@@ -112,22 +112,21 @@ class AgentParticipant(AgentTurns):
         return self._by_rollout.get(episode.rollout_id, {}).get(episode.attempt)
 
     async def close(
-        self, session_id: str, episode: Episode | None, finish: Callable[[], Awaitable[None]] | None = None
-    ) -> None:
+        self, session_id: str, episode: Episode | None, finish: Callable[[], Awaitable[T]] | None = None
+    ) -> T | None:
         """End a session; its activation is stopped first. Waits for resume; repeatable. `finish` is what the agent
-        does for a close."""
+        does for a close: of closes that come together one does it, and all return what came of it. None where there
+        is no session any more, or where it ended otherwise."""
         await self.gate.wait_checkpoint_closed()
         session = self._sessions.get(session_id)
         if session is None:
             if self.gate.enabled:
                 self.gate.require_open()  # the session may yet be restored here, and would stay
-            return
+            return None
         self._belongs(session, episode)
         with self._busy.working(session.episode.key, "close"):
-            await self._calls.end_within(session.episode)
-            if finish is not None:
-                await finish()
-            await self._free(session)
+            finished: T | None = await self._free(session, finish)
+            return finished
 
     def _belongs(self, session: Session, episode: Episode | None) -> None:
         if self.gate.enabled and (episode is None or episode != session.episode):
@@ -166,21 +165,25 @@ class AgentParticipant(AgentTurns):
             if not attempts:
                 del self._by_rollout[rollout]
 
-    async def _free(self, session: Session) -> None:
-        """End a session once, whoever asks for it; a caller that leaves does not interrupt that."""
+    async def _free(self, session: Session, finish: Callable[[], Awaitable[Any]] | None = None) -> Any:
+        """End a session once, whoever asks for it; a caller that leaves does not interrupt that. What came of the
+        `finish` of whoever was first."""
         session.closing = True
         if session.ending is None:
-            session.ending = asyncio.ensure_future(self._end(session))
-        await asyncio.shield(session.ending)
+            session.ending = asyncio.ensure_future(self._end(session, finish))
+        return await asyncio.shield(session.ending)
 
-    async def _end(self, session: Session) -> None:
+    async def _end(self, session: Session, finish: Callable[[], Awaitable[Any]] | None) -> Any:
         try:
+            await self._calls.end_within(session.episode)
             task = session.activation.task if session.activation else None
             if task is not None and not task.done():
                 task.cancel()
                 await asyncio.wait([task])
+            finished = await finish() if finish is not None else None
             await self._hooks.retire(session.episode.key)
             self._remove(session)
+            return finished
         except Exception as error:
             session.ending = None  # asked for again, it is tried again
             log.exception("the agent could not end the session of %s", session.episode.key)

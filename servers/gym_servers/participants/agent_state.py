@@ -70,7 +70,7 @@ class Session:
     restored: Activation | None = None
     activations: int = 0
     closing: bool = False
-    ending: asyncio.Task[None] | None = None
+    ending: asyncio.Task[Any] | None = None
     restart: bool = False
     anonymous: bool = False
     row: RowRun | None = None
