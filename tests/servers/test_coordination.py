@@ -436,6 +436,27 @@ async def test_a_checkpoint_that_is_not_ready_names_the_participant_the_step_and
         await rig.checkpoint("now")
 
 
+@pytest.mark.parametrize("victim", ["collection", "env", "policy", "agent", "counter"])
+@pytest.mark.parametrize("report", [None, m.Report(ready=False)])
+async def test_a_participant_that_is_not_ready_and_does_not_say_why_is_not_taken_for_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: str, report: m.Report | None
+) -> None:
+    async with collecting(tmp_path) as rig:
+        once, asked = ParticipantClient._once, list[str]()
+
+        async def silent(self: ParticipantClient, method: str, verb: str, *arguments: Any) -> Any:
+            asked.append(verb)
+            answer = await once(self, method, verb, *arguments)
+            return m.PhaseReply(phase="preparing", report=report) if (self.name, verb) == (victim, "prepare") else answer
+
+        monkeypatch.setattr(ParticipantClient, "_once", silent)
+        with pytest.raises(CheckpointFailed, match=f"{victim} was not ready in .* does not say why") as failed:
+            await checkpoint(rig).take()
+        assert failed.value.reason == "PrepareTimeout"
+        assert "commit" not in asked
+        assert phases(rig) == {Phase.IDLE}
+
+
 async def test_c21_a_participant_that_moved_away_is_named_within_the_deadline_and_asked_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

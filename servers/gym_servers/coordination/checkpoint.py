@@ -138,23 +138,22 @@ class Checkpoint:
                 if client.kind == "environment":
                     exportable |= set(report.episodes or ())
                     live |= set(report.episodes or ()) | set(report.restarts)
-            blocked = [
-                (client.name, blocker)
-                for client, report in zip(stage, replies, strict=True)
-                for blocker in report.blockers
-                if not report.ready
-            ]
-            if blocked:
-                first = blocked[0][1]
-                raise CheckpointFailed(
-                    "PrepareTimeout",
-                    f"{blocked[0][0]} was not ready in {self._request.prepare_timeout:g} s: {first.id} is in "
-                    f"{first.where} for {first.age_seconds:.1f} s ({len(blocked)} blockers)",
-                    blocked,
-                )
+            unready = [(c.name, report) for c, report in zip(stage, replies, strict=True) if not report.ready]
+            if unready:
+                raise self._not_ready(unready)
         scope = {key for key in exportable - self._restarts if self._request.keeps(key)}
         self._left_out = exportable - self._restarts - scope
         return sorted(scope), sorted(live - scope)
+
+    def _not_ready(self, unready: Sequence[tuple[str, m.Report]]) -> CheckpointFailed:
+        blocked = [(name, blocker) for name, report in unready for blocker in report.blockers]
+        name, why = unready[0][0], "it does not say why"
+        if blocked:
+            name, first = blocked[0]
+            where = f"{first.id} is in {first.where} for {first.age_seconds:.1f} s"
+            why = f"{where} ({len(blocked)} blockers)"
+        seconds = f"{self._request.prepare_timeout:g} s"
+        return CheckpointFailed("PrepareTimeout", f"{name} was not ready in {seconds}: {why}", blocked)
 
     async def _free(self, client: ParticipantClient) -> None:
         """Wait, with everybody still at work, for what an earlier checkpoint left being written."""
