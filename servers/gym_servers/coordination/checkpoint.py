@@ -67,13 +67,13 @@ class Checkpoint:
         self._asked = False  # records may have been written: from here on a failure leaves a tombstone
         self._scope: list[str] = []
         self._left_out: set[str] = set()
-        self._writing = False
+        self._proved = False  # every freeze: no lease ran out between the first and the last
         self._publication: Publication | None = None
         self.death = ""  # whose, and how it showed: set before `take` is cancelled for it
 
     async def take(self) -> Outcome:
-        """Raises CheckpointFailed; when cancelled (a participant died) it publishes if everything is durable
-        already, else it gives the checkpoint up, and then ends."""
+        """Raises CheckpointFailed; when cancelled (a participant died) it publishes if the freezes are proved and
+        everything is durable already, else it gives the checkpoint up, and then ends."""
         try:
             return await self._run()
         except asyncio.CancelledError:
@@ -88,13 +88,12 @@ class Checkpoint:
             await self._tell(Progress("Committing", self._phases()))
             await self._commit(self._scope, live)
             await self._renew_once()
+            self._proved = True
             if self._request.stop:
-                self._writing = True
                 return await self._publish(await self._written())
         problems = await self._resume()
         if problems:
             raise CheckpointFailed("ResumeFailed", "; ".join(problems.values()))
-        self._writing = True
         outcome = await self._publish(await self._written())
         await self._retire_left_out()
         return outcome
@@ -116,8 +115,10 @@ class Checkpoint:
             "ParticipantDied", self.death or "a participant died while the checkpoint was open"
         )
         try:
-            durable = await self._durable() if self._writing else None
+            durable = await self._durable() if self._proved else None
             if durable is not None:
+                if not self._request.stop:
+                    await self._take_leave()
                 return await self._publish(durable)
         except FAILURES as error:
             failure = failure_of(error)
@@ -218,6 +219,12 @@ class Checkpoint:
         if self._paused_at and not self._pause:
             self._pause = time.monotonic() - self._paused_at
         return problems
+
+    async def _take_leave(self) -> None:
+        """Resume as a courtesy. Whoever is dead may swallow what is sent, and each stage would wait for that."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DEATH_RESUME_SECONDS):
+                await self._resume(DEATH_RESUME_SECONDS)
 
     async def _retire_left_out(self) -> None:
         """Restored records that nobody has claimed, and that this checkpoint leaves out, are not going to run: what
@@ -324,10 +331,7 @@ class Checkpoint:
         """Resume everybody and write the tombstone. What stands is the truth: a publication whose answer was lost is
         one all the same. Raises the failure otherwise."""
         if died:
-            # Whoever is dead may swallow what is sent to it, and each stage would wait for that.
-            with suppress(TimeoutError):
-                async with asyncio.timeout(DEATH_RESUME_SECONDS):
-                    await self._resume(DEATH_RESUME_SECONDS)
+            await self._take_leave()
         else:
             await self._resume()
         if not self._asked:
