@@ -260,6 +260,44 @@ async def test_a_recovery_does_not_wait_for_those_who_died_in_a_checkpoint(
         assert isinstance(taken.exception(), CheckpointFailed)
 
 
+@pytest.mark.parametrize("durable", [True, False])
+async def test_a_resume_that_one_refuses_keeps_no_other_closed_and_gives_up_what_is_not_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool
+) -> None:
+    """As by a process that took the place of the one that is meant. The next look resumes it, or recovers."""
+    async with collecting(tmp_path) as rig:
+        await under_way(rig)
+        once, refused, write, written = ParticipantClient._once, False, RecordWrite._run, asyncio.Event()
+
+        async def refuses(self: ParticipantClient, method: str, verb: str, *arguments: Any) -> Any:
+            nonlocal refused
+            if (self.name, verb, refused) == ("policy", "resume", False):
+                refused = True
+                await asyncio.sleep(0.1)  # what can be written is written
+                raise ProtocolError("invalid_phase", "policy: a fresh process is resumed with its cell_attempt")
+            return await once(self, method, verb, *arguments)
+
+        async def hangs(self: RecordWrite, *arguments: Any) -> None:
+            await written.wait()
+            await write(self, *arguments)
+
+        monkeypatch.setattr(ParticipantClient, "_once", refuses)
+        if not durable:
+            monkeypatch.setattr(RecordWrite, "_run", hangs)
+        taken = asyncio.ensure_future(rig.controller.take("one-id", "one", quiet))
+        await asyncio.wait([taken])
+        closed = [name for name, one in rig.processes_by_name.items() if not one.server.participant.gate.is_open]
+        assert closed == ["policy"]
+        assert stored(rig) == ["published" if durable else "abandoned"]
+        failure = taken.exception()
+        assert (failure is None) == durable
+        if failure is not None:
+            assert (failure.reason, "policy" in str(failure)) == ("ResumeFailed", True)  # type: ignore[attr-defined]
+        written.set()
+        await rig.until(lambda: open_everywhere(rig))
+        await rig.checkpoint("two")
+
+
 async def test_no_checkpoint_begins_while_a_recovery_is_decided(tmp_path: Path) -> None:
     """Storage and the record take their time: until the record says so, the cell still counts as running."""
     async with collecting(tmp_path) as rig:

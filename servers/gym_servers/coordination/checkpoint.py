@@ -92,9 +92,10 @@ class Checkpoint:
             if self._request.stop:
                 return await self._publish(await self._written())
         problems = await self._resume()
-        if problems:
+        durable = await self._durable() if problems else await self._written()
+        if durable is None:
             raise CheckpointFailed("ResumeFailed", "; ".join(problems.values()))
-        outcome = await self._publish(await self._written())
+        outcome = await self._publish(durable)
         await self._retire_left_out()
         return outcome
 
