@@ -669,6 +669,21 @@ async def test_retire_and_forget_never_touch_an_open_checkpoint(idle: Callable[[
     await control.call(verb, "v", **VERBS[verb])
 
 
+async def test_a_retire_of_what_is_unclaimed_leaves_the_rest_and_can_be_repeated(
+    idle: Callable[[], Control], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    control = idle()
+    monkeypatch.setattr(Stub, "survey", lambda self: Survey(unclaimed=frozenset({"r", "s"} - set(gone))))
+    gone: list[str] = []
+    for _ in range(2):
+        reply = await control.call("retire", "v", episode_ids=["claimed", "r"], unclaimed=True)
+        assert reply["retired"] == ["r"]
+        gone.append("r")
+    assert {episode.key for episode in control.stub.retired} == {"r"}
+    assert control.gate.fence.marks == {"r": 0}
+    assert (await control.call("retire", "v", episode_ids=["claimed"], unclaimed=True))["retired"] == []
+
+
 async def test_retire_and_forget_are_for_a_process_in_service_or_restored(
     fresh: Callable[[], Control], tmp_path: Path
 ) -> None:

@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from gym_rig.cell import GRACE, Rig, cell
-from gym_rig.network import Alive
-from gym_rig.virtual import now
+from gym_rig.network import Alive, Fault
+from gym_rig.virtual import now, settle
 from gym_rig.wire import code, post
 from gym_servers.control.writes import RecordWrite
 from gym_servers.coordination.checkpoint import Checkpoint, CheckpointFailed, Progress, Request
@@ -330,6 +330,49 @@ async def test_left_out_records_are_retired_in_the_order_of_retires(
         assert sorted(asked[2:]) == ["model", "resources"]
 
 
+@pytest.mark.parametrize("moment", ["before", "after"])
+async def test_a_replacement_that_comes_while_left_out_records_are_given_up_runs_or_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Never both: claimed by its driver, it is not ended for having waited too long."""
+    async with unclaimed(tmp_path, "x", "y") as rig:
+        once, coming = ParticipantClient._once, list[asyncio.Task[httpx.Response]]()
+
+        async def comes() -> None:
+            if not coming:
+                coming.append(asyncio.create_task(run(rig, "x", 1)))
+                await settle()
+
+        async def noted(self: ParticipantClient, method: str, verb: str, *arguments: Any) -> Any:
+            if moment == "before" and (self.name, verb) == ("env", "retire"):
+                await comes()
+            answer = await once(self, method, verb, *arguments)
+            if moment == "after" and (self.name, verb) == ("env", "retire"):
+                await comes()
+            return answer
+
+        monkeypatch.setattr(ParticipantClient, "_once", noted)
+        await checkpoint(rig, episodes=frozenset()).take()
+        (came,) = coming
+        answer = (await came).json()
+        if moment == "before":
+            assert answer["result"]["reward"] == 1.0
+        else:
+            assert answer["error"]["code"] == "stale_attempt"
+        assert (await run(rig, "y", 1)).json()["error"]["code"] == "stale_attempt"
+        for name in ("env", "agent", "counter"):
+            assert not any(rig.participant(name).survey().counts.values()), name
+
+
+async def test_left_out_records_are_freed_everywhere_also_where_their_owners_answer_is_lost(tmp_path: Path) -> None:
+    async with unclaimed(tmp_path, "x") as rig:
+        rig.network.faults.append(Fault("lose reply", "env-control", "retire"))
+        await checkpoint(rig, episodes=frozenset()).take()
+        assert rig.network.faults == []
+        for name in ("env", "agent", "counter", "policy"):
+            assert not any(rig.participant(name).survey().counts.values()), name
+
+
 async def test_unclaimed_records_in_scope_are_kept_and_exported_again(tmp_path: Path) -> None:
     async with unclaimed(tmp_path, "x") as rig:
         outcome = await checkpoint(rig).take()
@@ -447,7 +490,9 @@ async def test_a_participant_that_is_not_ready_and_does_not_say_why_is_not_taken
         async def silent(self: ParticipantClient, method: str, verb: str, *arguments: Any) -> Any:
             asked.append(verb)
             answer = await once(self, method, verb, *arguments)
-            return m.PhaseReply(phase="preparing", report=report) if (self.name, verb) == (victim, "prepare") else answer
+            return (
+                m.PhaseReply(phase="preparing", report=report) if (self.name, verb) == (victim, "prepare") else answer
+            )
 
         monkeypatch.setattr(ParticipantClient, "_once", silent)
         with pytest.raises(CheckpointFailed, match=f"{victim} was not ready in .* does not say why") as failed:

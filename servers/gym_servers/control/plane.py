@@ -322,6 +322,10 @@ class ControlPlane:
             episodes = [parse_key(key) for key in dict.fromkeys(request.episode_ids)]
         except InvalidIdentity as error:
             raise ProtocolError("invalid_request", str(error)) from error
+        if request.unclaimed:
+            # What is stale was given up already: the reply to that may have been lost.
+            held, fence = self._survey().unclaimed or frozenset(), self.gate.fence
+            episodes = [one for one in episodes if one.key in held or fence.is_stale(one)]
         for episode in episodes:
             self.gate.fence.mark(episode.rollout_id, episode.attempt)
         await self._before(request.deadline_ts, self._retires.carry_out(episodes))

@@ -29,7 +29,7 @@ from gym_servers.coordination.terms import (
     give_up,
     tombstone,
 )
-from gym_servers.coordination.verbs import leased, renew, resume_all, retire_all, together
+from gym_servers.coordination.verbs import leased, renew, resume_all, retire_unclaimed, together
 from gym_servers.protocol import messages as m
 from gym_servers.protocol.digests import sha256
 from gym_servers.protocol.errors import ProtocolError
@@ -232,13 +232,9 @@ class Checkpoint:
         they hold is freed. Whatever is missed shows again in the next checkpoint."""
         if not self._left_out:
             return
-        deadline = self._wall() + RETIRE_SECONDS
+        verb_id = f"{self._request.checkpoint_id[:100]}-left-out"
         try:
-            owners = [client for client in self._clients if client.kind == "environment"]
-            statuses = await asyncio.gather(*(owner.status_by(deadline) for owner in owners))
-            unclaimed = {key for status in statuses for key in status.report.unclaimed or ()}
-            if keys := sorted(unclaimed & self._left_out):
-                await retire_all(self._clients, f"{self._request.checkpoint_id[:100]}-left-out", keys, deadline)
+            await retire_unclaimed(self._clients, verb_id, sorted(self._left_out), self._wall() + RETIRE_SECONDS)
         except (ProtocolError, Unreachable) as error:
             log.warning(
                 "checkpoint %s is published; what it left out is still to be retired: %s", self._request.name, error

@@ -8,6 +8,7 @@ from typing import Protocol, TypeVar
 PREPARE = ("collection", "environment", "model", "agent", "resources")
 RESUME = ("resources", "agent", "model", "environment", "collection")
 RETIRE = (("environment",), ("agent",), ("model", "resources"), ("collection",))
+OWNER = "environment"  # of episodes
 
 
 class HasKind(Protocol):

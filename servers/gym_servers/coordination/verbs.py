@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from gym_servers.coordination.client import ParticipantClient, Unreachable
-from gym_servers.coordination.order import RESUME, RETIRE, staged
+from gym_servers.coordination.order import OWNER, RESUME, RETIRE, staged
 from gym_servers.protocol import messages as m
 from gym_servers.protocol.errors import ProtocolError
 
@@ -78,9 +78,35 @@ async def resume_all(
 
 async def retire_all(clients: Sequence[ParticipantClient], verb_id: str, keys: list[str], deadline_ts: float) -> None:
     """Retire episodes everywhere, owners first. Raises ProtocolError, Unreachable."""
-    request = m.RetireRequest(checkpoint_id=verb_id, deadline_ts=deadline_ts, episode_ids=keys)
     for stage in staged(clients, RETIRE):
-        await asyncio.gather(*(client.call("retire", request, m.RetireReply) for client in stage))
+        await _retire(stage, verb_id, keys, deadline_ts)
+
+
+async def retire_unclaimed(
+    clients: Sequence[ParticipantClient], verb_id: str, keys: list[str], deadline_ts: float
+) -> None:
+    """Retire those of these restored episodes that nobody has claimed. Their owner says which they are, in the step
+    in which it gives them up: a replacement comes before it and runs, or is refused. Raises as retire_all."""
+    given_up: list[str] = []
+    for stage in staged(clients, RETIRE):
+        if stage[0].kind == OWNER:
+            given_up = await _retire(stage, verb_id, keys, deadline_ts, unclaimed=True)
+        elif given_up:
+            await _retire(stage, verb_id, given_up, deadline_ts)
+
+
+async def _retire(
+    clients: Sequence[ParticipantClient],
+    verb_id: str,
+    keys: list[str],
+    deadline_ts: float,
+    *,
+    unclaimed: bool = False,
+) -> list[str]:
+    """What was retired."""
+    request = m.RetireRequest(checkpoint_id=verb_id, deadline_ts=deadline_ts, episode_ids=keys, unclaimed=unclaimed)
+    replies = await asyncio.gather(*(client.call("retire", request, m.RetireReply) for client in clients))
+    return sorted({key for reply in replies for key in reply.retired})
 
 
 async def forget_all(

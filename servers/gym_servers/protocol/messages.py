@@ -73,6 +73,7 @@ class ResumeRequest(Verb):
 
 class RetireRequest(Verb):
     episode_ids: list[CaptureKey] = Field(min_length=1)
+    unclaimed: bool = False  # (+) environment: only those that were restored and that no replacement has claimed
 
 
 class ForgetRequest(Verb):
