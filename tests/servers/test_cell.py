@@ -5,19 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gym_rig.cell import cell
+from gym_rig.cell import Rig, cell
+from gym_servers.agent.simple_agent import SimpleAgent
 from gym_servers.collection.output import DirectoryOutput
+from gym_servers.control import plane
 from gym_servers.coordination.checkpoint import Progress
 from gym_servers.coordination.record import Stage
 from gym_servers.engine.rows import counter_rows
 from gym_servers.participants.agent import AgentParticipant
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.identity import Episode
+from gym_servers.resources.counter import CounterServer
 
 NAMES = ("env", "policy", "agent", "counter", "collection")
 
@@ -157,6 +162,74 @@ async def test_records_that_are_damaged_after_they_were_chosen_fall_back_to_the_
         assert choice is not None
         assert choice.name == "older"
         assert any(reason == "RecordsRefused" for _, reason, _ in rig.said)
+        await rig.until(rig.complete)
+        assert rig.account(2).problems == []
+
+
+HOOKS = [(CounterServer, "restore_session_states"), (SimpleAgent, "restore_agent_sessions")]
+
+
+@asynccontextmanager
+async def two_checkpoints(folder: Path) -> AsyncIterator[Rig]:
+    """A cell with an older and a newer one."""
+    async with cell(folder, counter_rows(2, 2)) as rig:
+        for effects, name in ((2, "older"), (4, "newer")):
+            await rig.until(lambda effects=effects: rig.effects() >= effects)
+            await rig.checkpoint(name)
+        yield rig
+
+
+def sources(rig: Rig) -> list[str | None]:
+    return [one.checkpoint and one.checkpoint.name for one in rig.controller.record.recoveries]
+
+
+@pytest.mark.parametrize(("server", "hook"), HOOKS)
+@pytest.mark.parametrize("times", [1, 100])
+async def test_records_that_cannot_be_installed_again_fall_back_to_the_older_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: Any, hook: str, times: int
+) -> None:
+    """Once may be chance: then the newer ones are tried again."""
+    async with two_checkpoints(tmp_path) as rig:
+        original, failed = getattr(server, hook), 0
+
+        async def fails(self: Any, states: Any) -> None:
+            nonlocal failed
+            choice = rig.controller.record.restore
+            if choice is not None and choice.name == "newer" and failed < times:
+                failed += 1
+                raise OSError("no room")
+            await original(self, states)
+
+        monkeypatch.setattr(server, hook, fails)
+        rig.kill("policy")
+        await rig.until(lambda: rig.running(2 if times == 1 else 3))
+        assert sources(rig) == ["newer", "newer", *(["older"] if times > 1 else [])]
+        said = [message for _, reason, message in rig.said if reason == "RecordsRefused"]
+        assert [message.partition(":")[0] for message in said] == ([] if times == 1 else ["newer"])
+        assert rig.controller.record.refusals == {}
+        await rig.until(rig.complete)
+        assert rig.account(2).problems == []
+
+
+async def test_records_that_cannot_be_reached_for_a_while_are_not_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often: an outage of storage must not cost the work since the older checkpoint."""
+    async with two_checkpoints(tmp_path) as rig:
+        original, asked = plane.read_back, 0
+
+        def away(*arguments: Any) -> Any:
+            nonlocal asked
+            asked += 1
+            if rig.controller.record.attempt < 4:
+                raise ProtocolError("checkpoint_error", "the bucket does not answer")
+            return original(*arguments)
+
+        monkeypatch.setattr(plane, "read_back", away)
+        rig.kill("policy")
+        await rig.until(lambda: rig.running(4))
+        assert asked > 3
+        assert sources(rig) == ["newer"] * 4
         await rig.until(rig.complete)
         assert rig.account(2).problems == []
 

@@ -206,9 +206,7 @@ class ControlPlane:
             if request.cell_attempt < self.gate.fence.floor:
                 raise ProtocolError("stale_attempt", f"a later recovery than {request.cell_attempt} was here")
             try:
-                plan = plan_restore(
-                    request.episode_ids, request.cell_attempt, request.attempts, request.restarts
-                )
+                plan = plan_restore(request.episode_ids, request.cell_attempt, request.attempts, request.restarts)
             except InvalidIdentity as error:
                 raise ProtocolError("invalid_request", str(error)) from error
             read = await self._before(request.deadline_ts, asyncio.to_thread(self._read, request, plan))
@@ -247,10 +245,11 @@ class ControlPlane:
         except ProtocolError:
             raise
         except Exception as error:
-            # Not the records are refused: building what they describe failed, here and now.
+            # The records are whole: building what they describe failed, here and now. It is for the coordinator to
+            # say when that is no chance any more.
             log.exception("%s could not build what its records describe", self.author.instance)
             raise ProtocolError(
-                "checkpoint_error", f"the records could not be installed: {type(error).__name__}"
+                "install_failed", f"the records could not be installed: {type(error).__name__}"
             ) from error
 
     async def resume(self, request: m.ResumeRequest) -> m.PhaseReply:

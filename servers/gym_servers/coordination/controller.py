@@ -26,9 +26,17 @@ from gym_servers.coordination.checkpoint import (
     tombstone,
 )
 from gym_servers.coordination.client import ParticipantClient, Unreachable
-from gym_servers.coordination.install import InstallFailed, RecordsRefused, check_source, open_all, restore_all
+from gym_servers.coordination.install import (
+    InstallFailed,
+    InstallRefused,
+    RecordsRefused,
+    check_source,
+    open_all,
+    restore_all,
+)
 from gym_servers.coordination.record import (
     KEPT_RECOVERIES,
+    REFUSALS,
     CellRecord,
     Choice,
     OpenCheckpoint,
@@ -226,11 +234,11 @@ class CellController:
         try:
             task.result()
         except RecordsRefused as error:
-            choice = self.record.restore
-            if choice is not None:
-                await self._host.announce("Warning", "RecordsRefused", f"{choice.name}: {error}")
-                await self._save(refused=[*self.record.refused, choice.uri])
+            await self._refused(error, REFUSALS)
             return d.Recover(f"checkpoint refused: {error}")
+        except InstallRefused as error:
+            await self._refused(error, 1)
+            return d.Recover(f"not put into service: {error}")
         except (InstallFailed, Unreachable, ProtocolError) as error:
             return d.Recover(f"not put into service: {error}")
         except StorageError as error:
@@ -239,6 +247,18 @@ class CellController:
         await self._in_service()
         # What was seen is older than the end of the installation: some participants may still show as starting.
         return d.Wait("the cell has just been put into service")
+
+    async def _refused(self, error: Exception, times: int) -> None:
+        """What is being restored was refused, as if `times` times: often enough, and an older one is chosen."""
+        choice, record = self.record.restore, self.record
+        if choice is None:
+            return
+        refusals = record.refusals.get(choice.uri, 0) + times
+        if refusals >= REFUSALS:
+            await self._host.announce("Warning", "RecordsRefused", f"{choice.name}: {error}")
+            await self._save(refused=[*record.refused, choice.uri])
+        else:
+            await self._save(refusals={**record.refusals, choice.uri: refusals})
 
     async def _in_service(self) -> None:
         recoveries = list(self.record.recoveries)
@@ -249,7 +269,7 @@ class CellController:
             await self._host.announce(
                 "Normal", "Recovered", f"attempt {last.attempt} runs from {source} after {recoveries[-1].seconds} s"
             )
-        await self._save(stage=Stage.RUNNING, recoveries=recoveries, refused=[])
+        await self._save(stage=Stage.RUNNING, recoveries=recoveries, refused=[], refusals={})
         self._rows = 0
 
     # ---- recovery -----------------------------------------------------------------------------------------

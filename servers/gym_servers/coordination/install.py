@@ -22,6 +22,10 @@ class InstallFailed(Exception):
     """A death, timeout or expiry: the same checkpoint can be tried again with fresh processes."""
 
 
+class InstallRefused(InstallFailed):
+    """A participant answered that it could not build what its records describe: once may be chance."""
+
+
 async def restore_all(
     clients: Sequence[ParticipantClient],
     publication: Publication,
@@ -35,7 +39,7 @@ async def restore_all(
     """Restore all participants at once, then retire what the driver's output is ahead of. `sessions`: name -> the
     process that is meant.
 
-    Raises RecordsRefused, or InstallFailed.
+    Raises RecordsRefused, InstallRefused, or InstallFailed.
     """
     digests = {(member.kind, member.instance): member.manifest_digest for member in publication.members}
     missing = [c.name for c in clients if (c.kind, c.name) not in digests]
@@ -81,6 +85,9 @@ async def _restore(
     refused = [e for e in results if isinstance(e, ProtocolError) and e.code == "invalid_checkpoint_state"]
     if refused:
         raise RecordsRefused("; ".join(e.detail for e in refused))
+    unable = [e for e in results if isinstance(e, ProtocolError) and e.code == "install_failed"]
+    if unable:
+        raise InstallRefused("; ".join(e.detail for e in unable))
     for error in results:
         if isinstance(error, ProtocolError | Unreachable):
             raise InstallFailed(str(error)) from error

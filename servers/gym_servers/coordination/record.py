@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from pydantic.alias_generators import to_camel
 
 KEPT_RECOVERIES = 20
+REFUSALS = 2  # of a checkpoint that could be read and not be installed; from then on it counts as refused
 
 
 class Stage(StrEnum):
@@ -66,6 +67,9 @@ class Recovery(_Part):
 
 
 class CellRecord(_Part):
+    """`refused`: URIs of checkpoints that cannot be restored; `refusals`: URI -> how often one could not be
+    installed. Both are forgotten once the cell runs."""
+
     stage: Stage = Stage.STARTING
     attempt: int = 0
     sequence: int = 0
@@ -73,6 +77,7 @@ class CellRecord(_Part):
     pins: dict[str, Pin] = {}
     restore: Choice | None = None
     refused: list[str] = []
+    refusals: dict[str, int] = {}
     failures: int = 0
     open: OpenCheckpoint | None = None
     recoveries: list[Recovery] = []

@@ -21,6 +21,7 @@ Code = Literal[
     "admission_closed",
     "activation_out_of_order",
     "checkpoint_error",
+    "install_failed",
     "session_lost",
     "invalid_checkpoint_state",
 ]
@@ -37,6 +38,7 @@ STATUS: dict[Code, int] = {
     "admission_closed": 409,
     "activation_out_of_order": 409,
     "checkpoint_error": 409,
+    "install_failed": 409,
     "session_lost": 409,
     "invalid_checkpoint_state": 422,
 }
