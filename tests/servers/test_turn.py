@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from gym_rig.cell import Rig, cell
+from gym_rig.network import Fault, end
 from gym_rig.verbs import commit, prepare, ready, resume, start
 from gym_rig.virtual import now, settle
 from gym_rig.wire import code, foreign, ok, post, serving
@@ -18,7 +19,7 @@ from gym_servers.agent.simple_agent import SimpleAgent
 from gym_servers.coordination.verbs import resume_all
 from gym_servers.engine.rows import counter_rows
 from gym_servers.environment.server import EnvironmentServer
-from gym_servers.http.peers import Peers, Reply
+from gym_servers.http.peers import PATIENCE_SECONDS, Peers, Reply
 from gym_servers.participants.agent import AgentParticipant
 from gym_servers.protocol import headers
 from gym_servers.protocol import messages as m
@@ -48,15 +49,16 @@ def running(rig: Rig, rollout: str = "x", attempt: int = 0) -> asyncio.Task[dict
 
 
 @asynccontextmanager
-async def configured(folder: Path, **config: Any) -> AsyncIterator[Rig]:
-    """A cell that only the test drives, whose environment has this `config`."""
+async def configured(folder: Path, rate: float = 100.0, **config: Any) -> AsyncIterator[Rig]:
+    """A cell that only the test drives, whose environment has this `config`; its engine gives `rate` tokens a
+    second."""
     servers = [
         {"name": "env", "kind": "environment", "server": "single-agent-turn", "config": config},
         {"name": "policy", "kind": "model", "server": "scripted", "config": {"base_url": "http://engine"}},
         {"name": "agent", "kind": "agent", "server": "simple-agent"},
         {"name": "counter", "kind": "resources", "server": "counter", "config": {"journal": str(folder / "j")}},
     ]
-    async with foreign(folder, servers=servers) as rig:
+    async with foreign(folder, rate=rate, servers=servers) as rig:
         await serving(rig)
         yield rig
 
@@ -427,6 +429,75 @@ async def test_c24_a_continued_episode_goes_on_at_its_boundary_and_not_from_the_
         counted = rig.account(1)
         assert (counted.problems, counted.continued, counted.reward_mean) == ([], 1, 1.0)
         assert sum(entry["kind"] == "seed" for entry in rig.journal()) == 1
+
+
+@pytest.mark.parametrize("breaks", [1, 3])
+async def test_c7_a_long_activation_survives_connections_that_break_off_after_a_long_while(
+    tmp_path: Path, breaks: int
+) -> None:
+    """Longer than an unreachable peer is tried: the peer was reached, and works."""
+    async with configured(tmp_path, rate=0.2) as rig:
+        episode = running(rig)
+        for _ in range(breaks):
+            while not (calls := under_way(rig, "agent", "/v1/responses")):
+                assert not episode.done(), await episode
+                await asyncio.sleep(0.1)
+            await asyncio.sleep(PATIENCE_SECONDS + 1)
+            assert not episode.done()
+            for call in calls:
+                end(call, "the connection broke")
+            await asyncio.sleep(1)  # until it is tried again
+        assert (await episode)["result"]["reward"] == 1.0
+        assert (rig.effects(), sum(entry["kind"] == "seed" for entry in rig.journal())) == (2, 1)
+
+
+def under_way(rig: Rig, host: str, path: str) -> list[asyncio.Future[str]]:
+    """Calls that have not been answered yet."""
+    return [call for call, seen in rig.network.under_way.items() if seen.host == host and seen.path.endswith(path)]
+
+
+@pytest.mark.parametrize(
+    ("victim", "kind", "stage"),
+    [
+        ("counter", "transport_unreachable", "seed"),
+        ("agent", "transport_unreachable", "seed"),
+        ("policy", "agent_request_failed", "invoke_agent"),
+    ],
+)
+async def test_c21_a_peer_that_is_gone_is_tried_for_a_bounded_time_and_named(
+    tmp_path: Path, victim: str, kind: str, stage: str
+) -> None:
+    async with configured(tmp_path, cleanup_timeout_seconds=5) as rig:
+        rig.kill(victim)
+        began = now()
+        failure = (await running(rig))["failure"]
+        assert (failure["failure_kind"], failure["stage"]) == (kind, stage)
+        assert f"{victim} does not answer: ConnectError" in failure["failure_reason"]
+        assert PATIENCE_SECONDS <= now() - began < PATIENCE_SECONDS + 10
+
+
+async def test_c21_a_peer_that_breaks_every_connection_at_once_is_tried_for_a_bounded_time(tmp_path: Path) -> None:
+    async with configured(tmp_path, cleanup_timeout_seconds=5) as rig:
+        rig.network.faults.append(Fault("lose request", "agent", calls=10_000))
+        began = now()
+        failure = (await running(rig))["failure"]
+        assert failure["failure_kind"] == "transport_unreachable"
+        assert PATIENCE_SECONDS <= now() - began < PATIENCE_SECONDS + 10
+
+
+async def test_c21_time_in_which_a_peer_admits_nothing_is_no_time_in_which_it_is_away(tmp_path: Path) -> None:
+    """Away for a while, then up and closed for a while, then away again: it was there in between."""
+    async with configured(tmp_path) as rig:
+        rig.kill("agent")
+        episode = running(rig)
+        await asyncio.sleep(PATIENCE_SECONDS - 5)
+        rig.start("agent")
+        await asyncio.sleep(10)
+        rig.kill("agent")
+        await asyncio.sleep(PATIENCE_SECONDS - 5)
+        rig.start("agent")
+        start(rig.participant("agent"))
+        assert (await episode)["result"]["reward"] == 1.0
 
 
 # ---- calls of the agent that no session owns ------------------------------------------------------------------

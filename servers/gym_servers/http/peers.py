@@ -24,7 +24,7 @@ from gym_servers.stack.settings import Peer, SettingsError
 
 ADMISSION_RETRY_SECONDS = 0.2  # protocol: at most 1 s
 CONNECT_RETRY_SECONDS = 0.5
-PATIENCE_SECONDS = 60.0  # how long an unreachable peer is tried: longer than a pod's replacement
+PATIENCE_SECONDS = 60.0  # how long a peer that cannot be reached is tried: longer than a pod's replacement
 
 
 class PeerUnreachable(Exception):
@@ -108,12 +108,17 @@ class Peers:
         sent = {name: value for name, value in (headers or {}).items() if self._extended or not protocols_own(name)}
         if cookie:
             sent["cookie"] = cookie
-        give_up = time.monotonic() + PATIENCE_SECONDS
+        give_up: float | None = None
         while True:
+            began = time.monotonic()
             try:
                 response = await self._client.post(url, json=body, headers=sent)
             except httpx.TransportError as error:
-                if time.monotonic() >= give_up:
+                failed = time.monotonic()
+                # Counted from the first of a row of failures; a try that was at work for a while begins another row.
+                if give_up is None or failed - began >= PATIENCE_SECONDS:
+                    give_up = failed + PATIENCE_SECONDS
+                if failed >= give_up:
                     raise PeerUnreachable(f"{name} does not answer: {type(error).__name__}") from error
                 await asyncio.sleep(CONNECT_RETRY_SECONDS)
                 continue
@@ -124,7 +129,7 @@ class Peers:
                 raise PeerFailed(f"{name}{path} answered {response.status_code}", response.status_code)
             if refusal.code != "admission_closed" or not wait_admission:
                 raise refusal
-            give_up = time.monotonic() + PATIENCE_SECONDS
+            give_up = None
             with closed():
                 await asyncio.sleep(ADMISSION_RETRY_SECONDS)
 
