@@ -21,6 +21,7 @@ from gym_servers.engine.rows import counter_rows
 from gym_servers.environment.server import EnvironmentServer
 from gym_servers.http.peers import PATIENCE_SECONDS, Peers, Reply
 from gym_servers.participants.agent import AgentParticipant
+from gym_servers.participants.resources import ResourcesParticipant
 from gym_servers.protocol import headers
 from gym_servers.protocol import messages as m
 from gym_servers.protocol.errors import ProtocolError
@@ -135,6 +136,32 @@ async def test_cleanup_that_takes_too_long_is_given_up(tmp_path: Path, monkeypat
         answer = await running(rig)
         assert answer["failure"]["failure_kind"] == "agent_request_failed"
         assert now() - began == pytest.approx(7, abs=0.5)
+
+
+@pytest.mark.parametrize("how", ["fails", "hangs"])
+@pytest.mark.parametrize("which", ["agent", "counter", "both"])
+async def test_a_close_that_fails_or_hangs_does_not_keep_the_other_session_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str, how: str
+) -> None:
+    async def broken(*_: Any) -> None:
+        if how == "hangs":
+            await asyncio.Event().wait()
+        raise ProtocolError("checkpoint_error", "cannot end it")
+
+    async def fails(*_: Any) -> Any:
+        raise ProtocolError("invalid_request", "cannot")
+
+    monkeypatch.setattr(SimpleAgent, "turn", fails)
+    for name, kind in (("agent", AgentParticipant), ("counter", ResourcesParticipant)):
+        if which in (name, "both"):
+            monkeypatch.setattr(kind, "close", broken)
+    async with configured(tmp_path, cleanup_timeout_seconds=8) as rig:
+        began = now()
+        answer = await running(rig)
+        assert answer["failure"]["failure_kind"] == "agent_request_failed"
+        left = {name: rig.participant(name).survey().counts["sessions"] for name in ("agent", "counter")}
+        assert left == {name: int(which in (name, "both")) for name in ("agent", "counter")}
+        assert now() - began == pytest.approx(8 if how == "hangs" else 0, abs=0.5)
 
 
 async def test_a_limit_that_comes_during_cleanup_does_not_take_the_row_away(

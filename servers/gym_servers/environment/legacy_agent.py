@@ -37,7 +37,7 @@ class LegacyAgent(EnvironmentServer):
         finally:
             if "result" not in state:
                 # The agent may still be at it: the limit was reached, the connection lost, the attempt replaced.
-                await self.finish(live, self._close(live))
+                await self.finish(live, lambda: self._close(live))
 
     async def _invoke(self, live: Live, task: dict[str, Any]) -> dict[str, Any]:
         given = task["task_input"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from gym_servers.http.peers import PeerFailed, Peers, PeerUnreachable, Reply
@@ -72,24 +72,32 @@ class EnvironmentServer(abc.ABC):
         """One stage of an episode: its boundary is `name` and `state`."""
         return await self._participant.stage(live, name, replay=replay, snapshot=lambda: state, step=step)
 
-    async def finish(self, live: Live, cleanup: Awaitable[None]) -> None:
-        """End what an episode holds at its peers. Neither a retire nor the episode's limit cuts it short: they wait
-        for its end. What fails is logged: the episode's answer does not depend on it."""
+    async def finish(self, live: Live, *cleanups: Callable[[], Awaitable[None]]) -> None:
+        """End what an episode holds at its peers, one after another. Neither a retire nor the episode's limit cuts it
+        short: they wait for its end. What fails is logged: the episode's answer does not depend on it, nor do the
+        others. One that takes longer than its share of the time goes on beside the next."""
         live.cleaning = True
         live.budget.hold(_CLEANUP)
-        ending = asyncio.ensure_future(self._within_limit(live, cleanup))
+        ending = asyncio.ensure_future(self._within_limit(live, cleanups))
         try:
             await asyncio.shield(ending)
         except asyncio.CancelledError:
             await asyncio.wait([ending])
             raise
 
-    async def _within_limit(self, live: Live, cleanup: Awaitable[None]) -> None:
+    async def _within_limit(self, live: Live, cleanups: Sequence[Callable[[], Awaitable[None]]]) -> None:
+        limit = self._participant.limits.cleanup_timeout_seconds
+        begun: list[asyncio.Task[None]] = []
         try:
-            async with asyncio.timeout(self._participant.limits.cleanup_timeout_seconds):
-                await cleanup
-        except (ProtocolError, PeerUnreachable, PeerFailed, TimeoutError) as error:
-            log.warning("cleanup of %s: %s", live.episode.key, str(error) or type(error).__name__)
+            async with asyncio.timeout(limit):
+                for cleanup in cleanups:
+                    begun.append(asyncio.create_task(_logged(live, cleanup)))
+                    await asyncio.wait(begun[-1:], timeout=limit / len(cleanups))
+                await asyncio.gather(*begun)
+        except TimeoutError:
+            for task in begun:
+                task.cancel()
+            log.warning("cleanup of %s: not done in %g s", live.episode.key, limit)
 
     async def post(
         self,
@@ -105,6 +113,13 @@ class EnvironmentServer(abc.ABC):
         return await self._peers.post(
             peer, path, body, episode=named(live), jar=jar, headers=headers, closed=live.budget.held
         )
+
+
+async def _logged(live: Live, cleanup: Callable[[], Awaitable[None]]) -> None:
+    try:
+        await cleanup()
+    except (ProtocolError, PeerUnreachable, PeerFailed) as error:
+        log.warning("cleanup of %s: %s", live.episode.key, error)
 
 
 def named(live: Live) -> Episode | None:

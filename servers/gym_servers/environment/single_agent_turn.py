@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, ClassVar
 
 from gym_servers.environment.server import EnvironmentServer, State, named
@@ -56,7 +57,7 @@ class SingleAgentTurn(EnvironmentServer):
             return result
         finally:
             if not state.get("cleaned"):
-                await self.finish(live, self._end_sessions(live, state))
+                await self.finish(live, *self._ends(live, state))
 
     async def _stage(self, live: Live, stage: str, task: dict[str, Any], state: State) -> State:
         replay = stage in REPLAYED or (stage == "verify" and state.get("verify_replays", False))
@@ -137,12 +138,15 @@ class SingleAgentTurn(EnvironmentServer):
         return {"result": reply.body}
 
     async def _return(self, live: Live, _: dict[str, Any], state: State) -> State:
-        await self.finish(live, self._end_sessions(live, state))
+        await self.finish(live, *self._ends(live, state))
         return {"cleaned": True}
 
-    async def _end_sessions(self, live: Live, state: State) -> None:
-        if not state.get("agent_closed"):
-            await self._close_agent_session(live, state)
+    def _ends(self, live: Live, state: State) -> list[Callable[[], Awaitable[None]]]:
+        """What ends the sessions that are left, the agent's first: it is stopped before its tools go."""
+        ends = [] if state.get("agent_closed") else [partial(self._close_agent_session, live, state)]
+        return [*ends, partial(self._close_tool_session, live, state)]
+
+    async def _close_tool_session(self, live: Live, state: State) -> None:
         await self.post(
             live,
             self._resources,
