@@ -13,6 +13,8 @@ import pytest
 
 from gym_rig.cell import GRACE, Rig, cell
 from gym_servers.control.plane import ControlPlane
+from gym_servers.coordination import controller
+from gym_servers.coordination.client import ParticipantClient, Unreachable
 from gym_servers.coordination.record import CellRecord, Stage
 from gym_servers.engine.rows import counter_rows
 from gym_servers.participants.collection import CollectionParticipant
@@ -89,6 +91,55 @@ async def test_a_participant_that_lost_what_it_restored_is_never_left_in_service
         await rig.until(lambda: rig.running(2))
         assert "agent did not keep what was restored" in rig.controller.record.recoveries[-1].reason
         await all_continued(rig)
+
+
+@pytest.mark.parametrize("taken_over", [False, True])
+async def test_c7_a_status_that_is_lost_during_an_installation_costs_no_other_recovery(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken_over: bool
+) -> None:
+    """Also where another coordinator resumes what one that is gone had restored."""
+    async with cell(tmp_path, counter_rows(4, 1)) as rig:
+        await checkpointed(rig)
+        once, lost = ParticipantClient._once, 0
+
+        async def flaky(self: ParticipantClient, method: str, verb: str, *arguments: Any) -> Any:
+            nonlocal lost
+            answer = await once(self, method, verb, *arguments)
+            installation = rig.controller._install
+            begun = (
+                installation is not None and not installation.done() and taken_over == (rig.controller is not first)
+            )
+            if (
+                (self.name, verb) == ("collection", "status")
+                and answer.phase == Phase.RESTORED
+                and begun
+                and lost < 3
+            ):
+                lost += 1
+                raise Unreachable(f"{self.name} does not answer on control: ReadError")
+            return answer
+
+        async def hangs(*_: Any) -> None:
+            await asyncio.Event().wait()
+
+        first = rig.controller
+        monkeypatch.setattr(ParticipantClient, "_once", flaky)
+        rig.kill("agent")
+        if taken_over:
+            with monkeypatch.context() as patched:
+                patched.setattr(controller, "open_all", hangs)
+                await rig.until(lambda: phases(rig) == {Phase.RESTORED})
+            left = first._install
+            assert left is not None
+            left.cancel()
+            rig.controller = rig.coordinator(rig.saved[-1])
+        await rig.until(lambda: rig.running(1))
+        assert (lost, rig.controller.record.attempt) == (3, 1)
+        await all_continued(rig)
+
+
+def phases(rig: Rig) -> set[Phase]:
+    return {one.server.participant.gate.phase for one in rig.processes_by_name.values()}
 
 
 async def test_looks_go_on_after_an_installation_that_was_cancelled(

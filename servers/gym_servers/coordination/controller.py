@@ -209,7 +209,8 @@ class CellController:
             await check_source(clients, verb_id, self._wall() + TEND_SECONDS)
             return
         if not restore:
-            statuses = await asyncio.gather(*(client.status() for client in clients))
+            asked_until = self._wall() + TEND_SECONDS
+            statuses = await asyncio.gather(*(client.status_by(asked_until) for client in clients))
             verb_id = next((s.checkpoint_id for s in statuses if s.checkpoint_id is not None), verb_id)
         await open_all(clients, verb_id, record.attempt, grace, self._wall, sessions)
 

@@ -99,7 +99,7 @@ async def _retire_ahead(clients: Sequence[ParticipantClient], restore_id: str, d
     """The output may be ahead of the checkpoint: a durable row stands, its restored episode is retired."""
     try:
         drivers = [client for client in clients if client.kind == "collection"]
-        statuses = await asyncio.gather(*(driver.status() for driver in drivers))
+        statuses = await asyncio.gather(*(driver.status_by(deadline) for driver in drivers))
         keys = [key for status in statuses for key in status.to_retire]
         if keys:
             await retire_all(clients, restore_id, keys, deadline)
