@@ -427,3 +427,17 @@ async def test_c19_closes_that_come_at_once_clean_up_once(
         assert [(await one).json() for one in rest] == [{"closes": 1}] * 2
         assert (Notes.last.closes, Notes.last.counts) == (1, {})
         assert rig.participant("agent").survey().counts == {"sessions": 0, "busy": 0}
+
+
+async def test_a_close_ends_a_restored_session_of_an_own_application_too(tmp_path: Path) -> None:
+    """It was seeded under another attempt's name."""
+    async with foreign(tmp_path, servers=own(tmp_path)) as rig:
+        await serving(rig)
+        await ok(rig, "agent", SEEDED, {"agent_session_id": "x"})
+        records = await checkpoint(rig.participant("agent"))
+        rig.kill("agent")
+        fresh = rig.start("agent").server.participant
+        await restore_built(fresh, records, "x")
+        resume(fresh, "restore")
+        await ok(rig, "agent", "/ng-rollout/x-a1/v1/agent_sessions/close", {"agent_session_id": "x"})
+        assert (fresh.survey().counts["sessions"], Notes.last.counts) == (0, {})

@@ -104,7 +104,8 @@ class _Guard:
         return reply
 
     async def _close(self, episode: Episode, asked: _Asked) -> Reply:
-        reply = await self._participant.close(episode.key, episode, asked.get)
+        known = self._participant.session_of(episode)
+        reply = await self._participant.close(known.id if known else episode.key, episode, asked.get)
         return reply or await asked.get()  # not known here: what a close of nothing says is the application's
 
     async def _without_session(self, path: str, episode: Episode, asked: _Asked) -> Reply:
