@@ -6,6 +6,7 @@ import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -165,7 +166,7 @@ def _model(settings: ServerSettings, gate: Gate, _: Peers, __: str) -> _Parts:
         raise SettingsError(f"server {settings.name}: set `config.base_url` to the engine's address")
     model = str(config.get("model", "scripted"))
     participant = ModelParticipant(gate)
-    engine = EngineClient(config["base_url"], model)
+    engine = EngineClient(config["base_url"], model, partial(setattr, participant, "problem"))
     return participant, create_app(participant, engine, ScriptedDialect(), model), None
 
 

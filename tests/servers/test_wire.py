@@ -11,6 +11,7 @@ import pytest
 from fastapi import FastAPI
 
 from gym_rig.cell import COOKIES, TOKEN, Rig, rig_settings
+from gym_rig.network import Fault, Seen
 from gym_rig.virtual import settle
 from gym_rig.wire import code, foreign, ok, post, serving
 from gym_servers import serve
@@ -320,6 +321,45 @@ async def test_the_control_api_is_not_on_the_data_port(tmp_path: Path) -> None:
                     f"http://{name}{PREFIX}/status", headers={"authorization": f"Bearer {TOKEN}"}
                 )
                 assert response.status_code in (404, 405)
+
+
+# ---- the engine -------------------------------------------------------------------------------------------
+
+
+async def test_c21_an_engine_that_is_away_is_waited_for_and_named(tmp_path: Path) -> None:
+    """A rollout that can be continued does not fail for it."""
+    async with foreign(tmp_path) as rig:
+        await serving(rig)
+        rig.network.faults.append(Fault("unreachable", "engine", calls=1_000_000))
+        body = {"episode_id": {"rollout_id": "x", "attempt": 0}, "task": TASK}
+        running = asyncio.create_task(ok(rig, "env", "/run", body))
+        await asyncio.sleep(3600)
+        assert not running.done()
+        status = await rig.client("policy").status()
+        assert "the engine has not answered for" in status.problem
+        rig.network.faults.clear()
+        assert (await running)[0]["result"]["reward"] == 1.0
+        assert (await rig.client("policy").status()).problem == ""
+
+
+@pytest.mark.parametrize("seconds", [100, 1000])
+async def test_an_engine_that_is_slower_than_its_client_waits_gets_to_answer(tmp_path: Path, seconds: float) -> None:
+    """Asked again and again after the same time it would begin anew for ever."""
+    async with foreign(tmp_path) as rig:
+        engine, alive = rig.network.find("engine")
+
+        async def slow(*arguments: Any) -> None:
+            await asyncio.sleep(seconds)
+            await engine(*arguments)
+
+        rig.network.listen("engine", slow, alive)
+        await serving(rig)
+        asked: list[Seen] = []
+        rig.network.on_request = lambda seen: asked.append(seen) if seen.host == "engine" else None
+        body = {"episode_id": {"rollout_id": "x", "attempt": 0}, "task": TASK}
+        answer, _ = await ok(rig, "env", "/run", body)
+        assert answer["result"]["reward"] == 1.0
+        assert len(asked) <= 3 * 6  # model calls, and doublings of a minute
 
 
 # ---- one process ------------------------------------------------------------------------------------------

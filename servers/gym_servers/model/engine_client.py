@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,9 @@ import httpx
 
 from gym_servers.http.peers import CONNECT_RETRY_SECONDS
 from gym_servers.protocol.errors import ProtocolError
+
+READ_SECONDS = 60.0  # without a byte from the engine: then it is asked again
+TELL_SECONDS = 30.0  # how long it is away before people are told
 
 
 @dataclass(frozen=True)
@@ -24,12 +27,14 @@ class Delta:
 
 
 class EngineClient:
-    """`/v1/completions` of an engine at `base_url`."""
+    """`/v1/completions` of an engine at `base_url`. `tell` gets what keeps the engine from answering, empty once it
+    answers again."""
 
-    def __init__(self, base_url: str, model: str) -> None:
+    def __init__(self, base_url: str, model: str, tell: Callable[[str], None] = lambda problem: None) -> None:
         self._url, self._model = base_url.rstrip("/") + "/v1/completions", model
+        self._tell = tell
+        self._away_since: float | None = None
         self._client = httpx.AsyncClient(
-            timeout=httpx.Timeout(60.0, connect=5.0),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=128),
             trust_env=False,
         )
@@ -41,7 +46,10 @@ class EngineClient:
         self, prompt: Sequence[int], *, max_tokens: int, temperature: float, request_id: str
     ) -> AsyncIterator[Delta]:
         """Deltas until the generation ends. An engine that cannot be reached is tried again until the first
-        delta; after that a broken stream raises ProtocolError, for the call to be issued again."""
+        delta; after that a broken stream raises ProtocolError, for the call to be issued again.
+
+        It is waited for without a bound of its own: a call that failed would fail a rollout that can be continued,
+        and what bounds the work is the episode's limit."""
         body = {
             "model": self._model,
             "prompt": list(prompt),
@@ -51,21 +59,44 @@ class EngineClient:
             "return_token_ids": True,
             "logprobs": 0,
         }
-        started = False
+        started, read_seconds = False, READ_SECONDS
         while True:
             try:
-                async for delta in self._stream(body, request_id):
+                async for delta in self._stream(body, request_id, read_seconds):
                     started = True
+                    self._answered()
                     yield delta
                 return
             except httpx.TransportError as error:
                 if started:
                     raise ProtocolError("checkpoint_error", "the engine broke off a generation") from error
+                if isinstance(error, httpx.ReadTimeout):
+                    read_seconds *= (
+                        2  # it is there and slow: asked again in the same way it would never get to answer
+                    )
+                self._failed(error)
                 await asyncio.sleep(CONNECT_RETRY_SECONDS)
 
-    async def _stream(self, body: dict[str, Any], request_id: str) -> AsyncIterator[Delta]:
+    def _answered(self) -> None:
+        if self._away_since is not None:
+            self._away_since = None
+            self._tell("")
+
+    def _failed(self, error: httpx.TransportError) -> None:
+        now = asyncio.get_running_loop().time()
+        if self._away_since is None:
+            self._away_since = now
+        away = now - self._away_since
+        if away >= TELL_SECONDS:
+            self._tell(f"the engine has not answered for {away:.0f} s: {type(error).__name__}")
+
+    async def _stream(self, body: dict[str, Any], request_id: str, read_seconds: float) -> AsyncIterator[Delta]:
         async with self._client.stream(
-            "POST", self._url, json=body, headers={"x-request-id": request_id}
+            "POST",
+            self._url,
+            json=body,
+            headers={"x-request-id": request_id},
+            timeout=httpx.Timeout(read_seconds, connect=5.0),
         ) as response:
             if not response.is_success:
                 raise ProtocolError("checkpoint_error", f"the engine answered {response.status_code}")
