@@ -271,6 +271,30 @@ async def test_a_verify_that_replays_passes_closed_admission_and_its_close_waits
     assert client.sessions == 0
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize(
+    ("server", "mcp", "row", "said"),
+    [
+        (CounterServer, False, ROW, set()),
+        (CounterServer, True, ROW, {headers.RESTART}),
+        (MultipleChoiceServer, False, {"expected_answer": "B"}, {headers.VERIFY}),
+        (Plain, False, {}, {headers.RESTART}),
+    ],
+)
+async def test_without_checkpoints_no_reply_carries_a_header_of_the_protocol(
+    server: type[ResourcesServer], mcp: bool, row: dict[str, Any], said: set[str], enabled: bool
+) -> None:
+    client = Client(server({}), enabled=enabled, mcp=mcp)
+    replies = [await client.post("/seed_session", row)]
+    client.jar = dict(replies[0].cookies)
+    if server is not Plain:
+        replies.append(await client.post("/verify", row))
+    replies.append(await client.post("/close_session", {}))
+    assert all(reply.is_success for reply in replies)
+    sent = {name for reply in replies for name in reply.headers if name.startswith("x-ng-")}
+    assert sent == (said if enabled else set())
+
+
 @pytest.mark.parametrize("row", [{}, {"expected_answer": "b"}, {"expected_answer": 3}, {"expected_answer": "AB"}])
 async def test_a_row_without_an_expected_letter_is_refused(row: dict[str, Any]) -> None:
     assert await Client(MultipleChoiceServer({})).code("/seed_session", row) == "invalid_request"

@@ -20,6 +20,7 @@ from gym_servers.http.sessions import sign, unsign
 from gym_servers.protocol import headers
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.messages import PREFIX
+from gym_servers.resources.counter import CounterServer
 from gym_servers.stack.settings import SettingsError
 
 NAMES = ("env", "policy", "agent", "counter", "collection")
@@ -95,13 +96,17 @@ async def test_without_checkpoints_no_call_carries_a_header_of_the_protocol(
     tmp_path: Path, enabled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: set[str] = set()
+    replied: set[str] = set()
     original = httpx.AsyncClient.post
 
     async def noted(self: httpx.AsyncClient, url: str, **options: Any) -> httpx.Response:
         sent.update(name for name in options.get("headers") or {} if name.startswith("x-ng-"))
-        return await original(self, url, **options)
+        response = await original(self, url, **options)
+        replied.update(name for name in response.headers if name.startswith("x-ng-"))
+        return response
 
     monkeypatch.setattr(httpx.AsyncClient, "post", noted)
+    monkeypatch.setattr(CounterServer, "verify_replays", True)
     async with foreign(tmp_path, **({} if enabled else {"checkpoints": {"enabled": False}})) as rig:
         if enabled:
             await serving(rig)
@@ -111,7 +116,7 @@ async def test_without_checkpoints_no_call_carries_a_header_of_the_protocol(
         row, _ = await ok(rig, "agent", "/run", {**ROW, **TASK["task_input"], "_ng_rollout_id": "y"})
         assert answer["result"]["reward"] == row["reward"] == 1.0
     own = {headers.ACTIVATION, headers.MODEL_CALL, headers.TOOL_CALL, headers.CLOSE_FOLLOWS}
-    assert sent == (own if enabled else set())
+    assert (sent, replied) == ((own, {headers.VERIFY}) if enabled else (set(), set()))
 
 
 def shape(value: Any) -> Any:

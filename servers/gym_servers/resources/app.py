@@ -87,9 +87,9 @@ def create_app(
             begun=begun,
         )
         request.session["session_id"] = session.id
-        if server.checkpoint_mode == "restart_only" or mcp:
+        if gate.enabled and (server.checkpoint_mode == "restart_only" or mcp):
             response.headers[headers.RESTART] = server.name
-        if server.verify_replays:
+        if gate.enabled and server.verify_replays:
             response.headers[headers.VERIFY] = "replay"
         granted = {"mcp": tokens.grant(instance, session)} if mcp else {}
         return {"resources_session_id": session.id, "resources_tools": None, "sandbox_access": None, **granted}
