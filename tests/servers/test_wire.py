@@ -132,13 +132,26 @@ def shape(value: Any) -> Any:
 async def test_work_without_an_episode_is_refused_where_one_is_needed(tmp_path: Path) -> None:
     async with foreign(tmp_path) as rig:
         await serving(rig)
-        for server, path, body in (
-            ("counter", "/seed_session", ROW),
-            ("policy", "/v1/responses", {"input": "x"}),
-            ("agent", "/v1/agent_sessions", {"agent_session_id": "a"}),
+        tools = await seeded(rig)
+        _, agent = await ok(rig, "agent", "/ng-rollout/x/v1/agent_sessions", {"agent_session_id": "a"})
+        for server, path, body, jar in (
+            ("counter", "/seed_session", ROW, None),
+            ("counter", "/increment_counter", {"count": 1}, tools),
+            ("counter", "/verify", ROW, tools),
+            ("counter", "/close_session", {}, tools),
+            ("counter", "/close_session", {"resources_session_id": "unknown"}, None),
+            ("policy", "/v1/responses", {"input": "x"}, None),
+            ("agent", "/v1/agent_sessions", {"agent_session_id": "a"}, None),
+            ("agent", "/v1/responses", {"input": "x"}, None),
+            ("agent", "/v1/responses", {"input": "x"}, agent),
+            ("agent", "/v1/agent_sessions/close", {"agent_session_id": "a"}, agent),
+            ("agent", "/v1/agent_sessions/close", {"agent_session_id": "unknown"}, None),
         ):
-            response = await post(rig, server, path, body)
-            assert (response.status_code, code(response)) == (400, "rollout_id_required"), server
+            response = await post(rig, server, path, body, jar=jar)
+            assert (response.status_code, code(response)) == (400, "rollout_id_required"), (server, path)
+        assert rig.effects() == 0
+        for name in ("counter", "agent"):
+            assert rig.participant(name).survey().counts == {"sessions": 1, "busy": 0}
 
 
 async def test_a_fresh_process_is_not_ready_and_takes_no_work(tmp_path: Path) -> None:

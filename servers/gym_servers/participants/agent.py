@@ -98,7 +98,9 @@ class AgentParticipant(AgentTurns):
         return session
 
     def session(self, session_id: str | None, episode: Episode | None) -> Session:
-        """The session a call belongs to. Raises `session_lost` or, for another attempt, `stale_attempt`."""
+        """The session a call belongs to. Raises `rollout_id_required`, `session_lost` or, for another attempt,
+        `stale_attempt`."""
+        self.gate.require_named(episode)
         session = self._sessions.get(session_id or "")
         if session is None or session.closing:
             if self.gate.enabled and not self.gate.checkpoint_open:
@@ -117,6 +119,7 @@ class AgentParticipant(AgentTurns):
         """End a session; its activation is stopped first. Waits for resume; repeatable. `finish` is what the agent
         does for a close: of closes that come together one does it, and all return what came of it. None where there
         is no session any more, or where it ended otherwise."""
+        self.gate.require_named(episode)
         await self.gate.wait_checkpoint_closed()
         session = self._sessions.get(session_id)
         if session is None:
@@ -129,7 +132,7 @@ class AgentParticipant(AgentTurns):
             return finished
 
     def _belongs(self, session: Session, episode: Episode | None) -> None:
-        if self.gate.enabled and (episode is None or episode != session.episode):
+        if self.gate.enabled and episode != session.episode:
             named = episode.key if episode else "no episode"
             raise ProtocolError("stale_attempt", f"session {session.id} is of {session.episode.key}, not {named}")
 

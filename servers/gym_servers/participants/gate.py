@@ -80,6 +80,11 @@ class Gate:
         if not self.is_open:
             raise ProtocolError("admission_closed", f"no new work is admitted in phase {self.phase}; try again")
 
+    def require_named(self, episode: Episode | None) -> None:
+        """Raise `rollout_id_required` for work without an episode where one is needed."""
+        if self.enabled and episode is None:
+            raise ProtocolError("rollout_id_required", "call below /ng-rollout/<rollout id>/ with checkpointing on")
+
     async def enter(self) -> None:
         """Wait while a checkpoint is open here; raise `admission_closed` in a process that is not in service."""
         while self.checkpoint_open:

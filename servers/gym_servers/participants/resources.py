@@ -234,6 +234,7 @@ class ResourcesParticipant(Participant):
     async def close(self, session_id: str, episode: Episode | None) -> None:
         """End a session. Never refused by a retire mark, repeatable; waits while a checkpoint is open. A seed of it
         that comes late, or is in progress, begins nothing."""
+        self.gate.require_named(episode)
         while True:
             while self.gate.checkpoint_open:
                 await self.gate.wait_checkpoint_closed()
@@ -269,10 +270,9 @@ class ResourcesParticipant(Participant):
     async def _enter(self, episode: Episode | None) -> None:
         """Wait while a checkpoint is open. Raises `admission_closed` out of service, `rollout_id_required`,
         `stale_attempt`."""
-        if not self.gate.enabled:
+        self.gate.require_named(episode)
+        if not self.gate.enabled or episode is None:
             return
-        if episode is None:
-            raise ProtocolError("rollout_id_required", "call under /ng-rollout/<rollout id>/ with checkpointing on")
         self.gate.fence.check(episode)
         await self.gate.enter()
         await self._unparked()

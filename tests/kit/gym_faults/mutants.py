@@ -282,7 +282,7 @@ MUTANTS = (
     Mutant(
         "session pin ignored: an agent session serves another attempt",
         "participants/agent.py",
-        "if self.gate.enabled and (episode is None or episode != session.episode):",
+        "if self.gate.enabled and episode != session.episode:",
         "if False:",
     ),
     Mutant(
