@@ -563,6 +563,15 @@ async def test_a_late_seed_of_a_closed_session_begins_nothing() -> None:
     assert tools.values == {"s": 0}
 
 
+async def test_a_close_before_the_process_is_in_service_is_told_to_come_again() -> None:
+    """Or the session that is to be restored would stay for ever; while a checkpoint is open it waits."""
+    tools = Tools(started=False)
+    assert await code(tools.participant.close("s", R0)) == "admission_closed"
+    start(tools.participant)
+    await tools.seed()  # nothing was remembered of the close that was refused
+    await tools.participant.close("unknown", R0)
+
+
 async def test_a_close_that_comes_while_its_session_is_seeded_ends_it() -> None:
     tools = Tools()
     tools.hold()

@@ -163,9 +163,14 @@ async def test_a_fresh_process_is_not_ready_and_takes_no_work(tmp_path: Path) ->
                 assert (await client.get(f"http://{name}/livez")).status_code == 200
         for server, path, body in (
             ("counter", "/ng-rollout/x/seed_session", ROW),
+            ("counter", "/ng-rollout/x/increment_counter", {"count": 1}),
+            ("counter", "/ng-rollout/x/verify", ROW),
+            ("counter", "/ng-rollout/x/close_session", {"resources_session_id": "s"}),
             ("policy", "/ng-rollout/x/v1/responses", {"input": "x"}),
             ("agent", "/ng-rollout/x/v1/agent_sessions", {"agent_session_id": "a"}),
+            ("agent", "/ng-rollout/x/v1/agent_sessions/close", {"agent_session_id": "a"}),
             ("agent", "/ng-rollout/x/v1/responses", {"input": "x"}),
+            ("agent", "/ng-rollout/x/run", {"responses_create_params": {"input": "x"}}),
             ("env", "/run", {"episode_id": {"rollout_id": "x"}, "task": TASK}),
         ):
             response = await post(rig, server, path, body)

@@ -253,6 +253,8 @@ class ResourcesParticipant(Participant):
                     return
 
     async def _close_unknown(self, session_id: str, episode: Episode | None) -> None:
+        if self.gate.enabled:
+            self.gate.require_open()  # the session may yet be restored here, and would stay
         self._sessions.end(session_id, episode)
         seed = self._seeding.get(pair(session_id, episode))
         if seed is not None:
