@@ -19,6 +19,7 @@ from gym_rig.wire import code, post
 from gym_servers.control.writes import RecordWrite
 from gym_servers.coordination.checkpoint import Checkpoint, CheckpointFailed, Progress, Request
 from gym_servers.coordination.client import ParticipantClient, Unreachable
+from gym_servers.coordination.verbs import forget_all, retire_all
 from gym_servers.engine.rows import counter_rows
 from gym_servers.protocol import messages as m
 from gym_servers.protocol.errors import ProtocolError
@@ -107,6 +108,77 @@ async def test_verbs_go_in_their_order_and_stop_at_the_first_stage_that_is_not_r
         assert order("prepare") == ["collection", "environment", "model"]
         assert order("resume") == ["model", "environment", "collection"]
         assert order("commit") == []
+
+
+@pytest.mark.parametrize("slow", ["prepare", "commit"])
+async def test_leases_are_renewed_for_as_long_as_the_last_one_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: str
+) -> None:
+    """Several times longer than a lease: nobody goes on in between."""
+    async with collecting(tmp_path) as rig:
+        ends = now() + 3 * GRACE
+        tools, plane = rig.participant("counter"), rig.processes_by_name["counter"].plane
+        assert plane is not None
+        export = tools.export
+
+        async def slowly(scope: Any) -> Any:
+            await asyncio.sleep(ends - now())
+            return await export(scope)
+
+        def blockers() -> list[m.Blocker]:
+            return [m.Blocker(id="x", where="retire", age_seconds=3)] if now() < ends else []
+
+        if slow == "prepare":
+            monkeypatch.setattr(plane._retires, "blockers", blockers)
+            asyncio.get_running_loop().call_at(ends, tools.gate.touch)
+        else:
+            monkeypatch.setattr(tools, "export", slowly)
+        taken = asyncio.create_task(checkpoint(rig, prepare_timeout=5 * GRACE, commit_timeout=5 * GRACE).take())
+        await asyncio.sleep(1)
+        while now() < ends - 5:
+            assert Phase.IDLE not in phases(rig)
+            await asyncio.sleep(5)
+        assert (await taken).publication.state == "published"
+        assert now() - ends < 5
+        await to_the_end(rig, continued=0)
+
+
+@pytest.mark.parametrize("verb", ["retire", "forget"])
+async def test_retires_and_forgets_go_from_the_owner_to_what_it_calls_and_last_to_the_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    """The driver asks for both until it was told: whoever it told before must have done it."""
+    async with collecting(tmp_path) as rig:
+        once, asked = ParticipantClient._once, list[tuple[str, str]]()
+
+        async def noted(self: ParticipantClient, method: str, asking: str, *arguments: Any) -> Any:
+            asked.append((asking, f"{self.kind} asked"))
+            try:
+                return await once(self, method, asking, *arguments)
+            finally:
+                asked.append((asking, f"{self.kind} done"))
+
+        monkeypatch.setattr(ParticipantClient, "_once", noted)
+        clients = [rig.client(name) for name in ("collection", "counter", "policy", "agent", "env")]
+        do = retire_all if verb == "retire" else forget_all
+        await do(clients, "v", ["over"], now() + 30)
+        steps = [step for one, step in asked if one == verb]
+        assert steps[:4] == ["environment asked", "environment done", "agent asked", "agent done"]
+        assert sorted(steps[4:8]) == ["model asked", "model done", "resources asked", "resources done"]
+        assert steps[8:] == ["collection asked", "collection done"]
+
+
+async def test_a_driver_that_could_not_be_told_asks_for_its_rollouts_to_be_forgotten_again(tmp_path: Path) -> None:
+    """It is the last one, so that nothing is missed where somebody before it cannot be reached."""
+    async with collecting(tmp_path) as rig:
+        rig.network.faults.append(Fault("unreachable", "counter-control", "forget", calls=10_000))
+        await rig.until(rig.complete)
+        await asyncio.sleep(300)
+        waiting = rig.participant("collection").to_forget()
+        assert len(waiting) == 3
+        assert rig.participant("env").survey().counts["live"] == 0
+        rig.network.faults.clear()
+        await rig.until(lambda: rig.participant("collection").to_forget() == [])
 
 
 async def test_an_episode_in_scope_that_the_environment_does_not_export_is_recorded_as_not_started(
