@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from gym_servers.engine.rows import counter_rows
 from gym_servers.http.sessions import sign
@@ -167,3 +168,39 @@ async def test_a_server_that_is_told_to_end_breaks_its_calls_off_and_is_gone_at_
 
     ends = await asyncio.gather(*(ended(name) for name in BUSY))
     assert dict(zip(BUSY, ends, strict=True)) == dict.fromkeys(BUSY, ("nothing", 0))
+
+
+@pytest.mark.parametrize("stop", [True, False])
+async def test_only_a_commit_that_stops_keeps_a_sandbox_beyond_the_end_of_its_server(
+    tmp_path: Path, stop: bool
+) -> None:
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text(json.dumps(counter_rows(1, 1)[0]) + "\n")
+    described = manifest(tmp_path, "http://127.0.0.1:1", tasks, 1)
+    described["spec"]["servers"][-1].update(server="sandbox", config={"directory": str(tmp_path / "boxes")})
+    async with served(tmp_path, local_stack(described, tmp_path), "counter") as here:
+        await here.post("/ng-rollout/x/seed_session", {"files": {"note": "kept"}, "expected_files": {}})
+        (box,) = (tmp_path / "boxes/gym-sandboxes").iterdir()
+        assert working_for(box)
+        await here.prepared()
+        body = {"checkpoint_id": "cp", "deadline_ts": time.time() + 20, "checkpoint_dir": str(tmp_path / "cp")}
+        reply = await here.control.post(f"{PREFIX}/commit", json={**body, "stop": stop})
+        assert reply.json()["phase"] == "committed", reply.text
+        here.process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(here.process.wait(), LONGEST_END_SECONDS) == 0
+    # Whoever removes it is its worker, which ends by itself.
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while working_for(box):
+        assert time.monotonic() < deadline, "the sandbox's worker goes on"
+        await asyncio.sleep(0.05)
+    assert [path.read_text() for path in box.glob("note")] == (["kept"] if stop else [])
+
+
+def working_for(box: Path) -> list[str]:
+    """Processes that were given this directory."""
+    found = []
+    for command in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if str(box).encode() in command.read_bytes():
+                found.append(command.parent.name)
+    return found
