@@ -619,6 +619,26 @@ async def test_the_resume_of_a_restore_that_has_expired_does_not_open_an_empty_p
     assert (control.gate.phase, control.stub.installed) == (Phase.STARTING, None)
 
 
+@pytest.mark.parametrize("verb", ["restore", "resume"])
+async def test_a_verb_that_was_meant_for_another_process_neither_restores_nor_opens_this_one(
+    fresh: Callable[[], Control], tmp_path: Path, verb: str
+) -> None:
+    """A container that starts again keeps its address."""
+    await written(Control(tmp_path, coordinated=False))
+    control = fresh()
+
+    async def ask(session: str) -> dict[str, Any]:
+        if verb == "restore":
+            return await control.restore(session=session)
+        return await control.call("resume", "start", cell_attempt=1, session=session)
+
+    error = await refused(ask("other"), "invalid_phase")
+    assert "other" in error.detail
+    assert (control.gate.phase, control.stub.installed, control.gate.fence.floor) == (Phase.STARTING, None, 0)
+    assert control.gate.fence.marks == {}
+    assert (await ask("session-1"))["phase"] == ("restored" if verb == "restore" else "idle")
+
+
 async def test_resume_from_starting_raises_the_floor(fresh: Callable[[], Control]) -> None:
     control = fresh()
     await control.call("resume", cell_attempt=3)
