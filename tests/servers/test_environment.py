@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Awaitable
 from typing import Any
 
@@ -227,6 +228,36 @@ async def test_a_duplicate_joins_and_a_later_one_is_answered_again() -> None:
         end.set()
     assert await first == await second == await participant.run(R0, "d", turn)
     assert turn.log == ["replay", "wait"]
+
+
+async def test_c17_an_episode_that_failed_is_not_answered_again_and_its_attempt_is_used_up() -> None:
+    """Whoever waits for it gets the failure; whoever asks later has to use the next attempt."""
+    participant = environment()
+    turn, first = await at_stage(participant, "replay")
+    second = run(participant, R0, turn)
+    await settle()
+    turn.error = ValueError("broken")
+    turn.ends["replay"].set()
+    for task in (first, second):
+        with pytest.raises(ValueError, match="broken"):
+            await task
+    assert await code(participant.run(R0, "d", turn)) == "stale_attempt"
+    assert turn.log == ["replay"]
+    turn.error = None
+    turn.ends["wait"].set()
+    assert "result" in await participant.run(R1, "d", turn)
+
+
+async def test_a_failure_that_nobody_waits_for_is_no_fault(caplog: pytest.LogCaptureFixture) -> None:
+    participant = environment()
+    turn, running = await at_stage(participant, "replay")
+    running.cancel()
+    turn.error = ValueError("broken")
+    turn.ends["replay"].set()
+    await settle()
+    gc.collect()
+    assert participant.survey().counts["live"] == 0
+    assert "never retrieved" not in caplog.text
 
 
 async def test_a_caller_that_leaves_does_not_end_the_episode() -> None:

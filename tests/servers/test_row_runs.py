@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from gym_rig.cell import Rig, cell
+from gym_rig.network import Fault
 from gym_rig.verbs import commit, prepare, ready, resume
 from gym_rig.virtual import settle
 from gym_rig.wire import code, foreign, ok, post, serving
@@ -170,6 +171,61 @@ async def test_c12_a_row_that_failed_is_no_row(tmp_path: Path, server: str, monk
         assert set(response.json()) == {"failure"}
         for name in ("agent", "counter"):
             assert not any(rig.participant(name).survey().counts.values()), name
+
+
+@pytest.mark.parametrize(("server", "form"), [("env", "row"), ("env", "task"), ("agent", "row")])
+async def test_c17_a_failure_is_given_to_whoever_waits_and_never_again(
+    tmp_path: Path, server: str, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attempt is used up: whoever did not get the failure learns that, and starts over under the next one."""
+    original, failed, scored = CounterServer.verify, asyncio.Event(), 0
+
+    async def fails(self: CounterServer, session: str, body: Any) -> Any:
+        nonlocal scored
+        scored += 1
+        await failed.wait()
+        if scored == 1:
+            raise RuntimeError("the verifier broke")
+        return await original(self, session, body)
+
+    def request(attempt: int) -> dict[str, Any]:
+        if form == "row":
+            return named(_ng_rollout_id="x", _ng_attempt_index=attempt)
+        data = {name: value for name, value in ROW.items() if name != "responses_create_params"}
+        given = {"responses_create_params": ROW["responses_create_params"], "task_data": data}
+        return {"episode_id": {"rollout_id": "x", "attempt": attempt}, "task": {"task_input": given}}
+
+    monkeypatch.setattr(CounterServer, "verify", fails)
+    async with foreign(tmp_path) as rig:
+        await serving(rig)
+        both = [asyncio.create_task(post(rig, server, "/run", request(0))) for _ in range(2)]
+        await rig.until(lambda: scored)
+        failed.set()
+        for one in both:
+            assert "failure" in (await one).json()
+        late = await post(rig, server, "/run", request(0))
+        assert (late.status_code, code(late)) == (409, "stale_attempt")
+        answer, _ = await ok(rig, server, "/run", request(1))
+        assert (answer if form == "row" else answer["result"])["reward"] == 1.0
+        assert seeds(rig) == 2
+
+
+async def test_c17_a_driver_whose_failure_was_lost_on_the_way_starts_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = CounterServer.verify
+
+    async def fails(self: CounterServer, session: str, body: Any) -> Any:
+        if rig.participant("collection")._attempts["0-0"] == 0:
+            rig.network.faults.append(Fault("lose reply", "env", "/run"))
+            raise RuntimeError("the verifier broke")
+        return await original(self, session, body)
+
+    monkeypatch.setattr(CounterServer, "verify", fails)
+    async with cell(tmp_path, counter_rows(1, 1)) as rig:
+        await rig.until(rig.complete)
+        counted = rig.account(1)
+        assert (counted.problems, counted.rows, dict(counted.attempts)) == ([], 1, {"1": 1})
 
 
 @BOTH

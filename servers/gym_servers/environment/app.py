@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from gym_servers.environment.server import EnvironmentServer
+from gym_servers.environment.server import EnvironmentServer, EpisodeFailed
 from gym_servers.http.apps import base_app, json_object
 from gym_servers.http.row_identity import row_episode, without_attempt
 from gym_servers.participants.environment import EnvironmentParticipant, Live, Unclaimed
@@ -62,8 +62,10 @@ def create_app(participant: EnvironmentParticipant, server: EnvironmentServer) -
         async def drive(live: Live, restored: Unclaimed | None) -> dict[str, Any]:
             return await server.run(live, restored, task)
 
-        outcome: dict[str, Any] = await participant.run(episode, digest, drive, anonymous=anonymous)
-        return outcome
+        try:
+            return {"result": await participant.run(episode, digest, drive, anonymous=anonymous)}
+        except EpisodeFailed as failed:
+            return {"failure": failed.failure}
 
     @app.post("/run")
     async def run(request: Request) -> Any:

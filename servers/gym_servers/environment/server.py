@@ -27,6 +27,19 @@ State = dict[str, Any]
 _CLEANUP = "cleanup"  # holds an episode's budget for good
 
 
+class EpisodeFailed(Exception):
+    """An episode has no row; `failure` says why, as its caller gets it. Another attempt may be tried."""
+
+    def __init__(self, stage: str, kind: str, reason: str) -> None:
+        super().__init__(reason)
+        self.failure: dict[str, Any] = {
+            "failure_kind": kind,
+            "failure_reason": reason,
+            "stage": stage,
+            "terminal": False,
+        }
+
+
 class EnvironmentServer(abc.ABC):
     """Base of environment servers.
 
@@ -44,27 +57,27 @@ class EnvironmentServer(abc.ABC):
         """Lead one episode from its boundary to its row."""
 
     async def run(self, live: Live, restored: Unclaimed | None, task: dict[str, Any]) -> dict[str, Any]:
-        """One episode: `{result}` or `{failure}`. Raises ProtocolError where the attempt was replaced."""
+        """One episode: its row. Raises EpisodeFailed, and ProtocolError where the attempt was replaced."""
         try:
             async with self._participant.slot(live):
-                return {"result": await self.episode(live, restored, task)}
-        except OverLimit:
+                return await self.episode(live, restored, task)
+        except OverLimit as error:
             limits = self._participant.limits
             if live.where == "queue":
                 reason = f"no free place within {limits.queue_timeout_seconds:g} s"
-                return _failure(live.where, "transport_local_resource", reason)
+                raise EpisodeFailed(live.where, "transport_local_resource", reason) from error
             reason = f"over its limit of {limits.episode_timeout_seconds:g} s"
-            return _failure(live.where, "agent_timeout", reason)
+            raise EpisodeFailed(live.where, "agent_timeout", reason) from error
         except ProtocolError as refusal:
             if refusal.code == "stale_attempt":
                 raise
             kind = "session_lost" if refusal.code == "session_lost" else "agent_request_failed"
-            return _failure(live.where, kind, str(refusal))
+            raise EpisodeFailed(live.where, kind, str(refusal)) from refusal
         except PeerUnreachable as error:
-            return _failure(live.where, "transport_unreachable", str(error))
+            raise EpisodeFailed(live.where, "transport_unreachable", str(error)) from error
         except PeerFailed as error:
             kind = "verifier_error" if live.where == "verify" else "agent_run_error"
-            return _failure(live.where, kind, str(error))
+            raise EpisodeFailed(live.where, kind, str(error)) from error
 
     async def stage(
         self, live: Live, name: str, *, replay: bool, state: State, step: Callable[[], Awaitable[T]]
@@ -125,7 +138,3 @@ async def _logged(live: Live, cleanup: Callable[[], Awaitable[None]]) -> None:
 def named(live: Live) -> Episode | None:
     """The episode as calls carry it."""
     return None if live.anonymous else live.episode
-
-
-def _failure(stage: str, kind: str, reason: str) -> dict[str, Any]:
-    return {"failure": {"failure_kind": kind, "failure_reason": reason, "stage": stage, "terminal": False}}

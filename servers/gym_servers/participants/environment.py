@@ -97,7 +97,8 @@ class EnvironmentParticipant(Participant):
         *,
         anonymous: bool = False,
     ) -> Any:
-        """Run an episode once, join it where it runs already, or answer again what was answered.
+        """Run an episode once, join it where it runs already, or answer again what was answered. What `body` raises
+        is its failure, which those get who wait for it; whoever asks later has to use the next attempt.
 
         `body` gets the restored boundary to continue from, if there is one. Raises ProtocolError: stale
         attempts, closed admission, or another task under the same episode.
@@ -183,7 +184,11 @@ class EnvironmentParticipant(Participant):
         unclaimed: Unclaimed | None,
         body: Callable[[Live, Unclaimed | None], Awaitable[Any]],
     ) -> Any:
-        result = await body(live, unclaimed)
+        try:
+            result = await body(live, unclaimed)
+        except Exception:
+            self._answered.ended(live.episode)  # a failure is not answered again: its attempt is used up
+            raise
         self.gate.fence.check(
             live.episode
         )  # retired during its last cleanup: a row of it would be one for killed work
@@ -191,6 +196,8 @@ class EnvironmentParticipant(Participant):
         return result
 
     def _ended(self, live: Live) -> None:
+        if live.task is not None and not live.task.cancelled():
+            live.task.exception()  # every caller may be gone: an error nobody awaits is not a fault of ours
         if self._live.get(live.episode.key) is live:
             del self._live[live.episode.key]
         of_rollout = self._by_rollout.get(live.episode.rollout_id, set())
