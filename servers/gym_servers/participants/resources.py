@@ -140,6 +140,7 @@ class ResourcesParticipant(Participant):
         begin: Callable[[str], Awaitable[None]],
         begun: Callable[[ToolSession], Awaitable[None]] | None,
     ) -> ToolSession:
+        await self._admit(episode)  # admission may have been closed before this task came to its first step
         with self._busy.working(_name(session_id, episode), "seed"):
             try:
                 await begin(session_id)
