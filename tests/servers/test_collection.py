@@ -162,7 +162,9 @@ async def test_no_answer_means_the_same_episode_again(tmp_path: Path, error: Exc
 
 
 @pytest.mark.parametrize("code", ["stale_attempt", "session_lost", "checkpoint_conflict"])
-async def test_an_attempt_that_can_never_be_answered_starts_over_and_makes_no_row(tmp_path: Path, code: str) -> None:
+async def test_c12_an_attempt_that_can_never_be_answered_starts_over_and_makes_no_row(
+    tmp_path: Path, code: str
+) -> None:
     driver = Driver(tmp_path, 1)
     driver.answer("0-0", refusal(code))
     driver.answer("0-0-a1")

@@ -19,6 +19,7 @@ from gym_rig.wire import code, post
 from gym_servers.control.writes import RecordWrite
 from gym_servers.coordination.checkpoint import Checkpoint, CheckpointFailed, Progress, Request
 from gym_servers.coordination.client import ParticipantClient, Unreachable
+from gym_servers.coordination.order import PREPARE
 from gym_servers.coordination.verbs import forget_all, retire_all
 from gym_servers.engine.rows import counter_rows
 from gym_servers.protocol import messages as m
@@ -824,25 +825,43 @@ def running(rig: Rig) -> list[Any]:
     return list(rig.processes_by_name.values())
 
 
+@pytest.mark.parametrize("step", ["prepare", "commit", "renew", "resume"])
 @pytest.mark.parametrize("victim", ["policy", "counter"])
-async def test_c3_a_death_between_two_acknowledgements_aborts_by_name_and_the_cell_recovers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: str
+async def test_c3_a_death_between_two_acknowledgements_is_named_the_others_go_on_and_the_cell_recovers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: str, step: str
 ) -> None:
+    """It aborts the checkpoint, but for one that is proved and durable by then."""
     async with collecting(tmp_path) as rig:
         await rig.checkpoint("good")
-        once = ParticipantClient._once
+        once, killed, resumed = ParticipantClient._once, False, set[str]()
 
-        async def slow(self: ParticipantClient, method: str, verb: str, *arguments: Any) -> Any:
-            if (self.name, verb) == (victim, "commit"):
+        async def dies(self: ParticipantClient, method: str, verb: str, content: Any, *arguments: Any) -> Any:
+            nonlocal killed
+            if (self.name, verb, killed) == (victim, step, False):
+                killed = True
+                await asyncio.sleep(0.1)  # what can be written by now is written
                 rig.kill(victim)
-            return await once(self, method, verb, *arguments)
+            answer = await once(self, method, verb, content, *arguments)
+            if verb == "resume" and content["checkpoint_id"] == "open-id":
+                resumed.add(self.name)
+            return answer
 
-        monkeypatch.setattr(ParticipantClient, "_once", slow)
+        monkeypatch.setattr(ParticipantClient, "_once", dies)
         taken = asyncio.ensure_future(rig.controller.take("open-id", "open", quiet))
         await rig.until(lambda: taken.done() and rig.running(1))
-        failure = taken.exception()
-        assert isinstance(failure, CheckpointFailed)
-        assert failure.reason == "ParticipantDied"
-        assert victim in str(failure)
-        assert stored(rig) == ["abandoned", "published"]
+        recovery = rig.controller.record.recoveries[-1]
+        assert victim in recovery.reason
+        if step == "resume":
+            assert taken.result().publication.state == "published"
+            assert (stored(rig), recovery.checkpoint and recovery.checkpoint.name) == (["published"] * 2, "open")
+        else:
+            failure = taken.exception()
+            assert isinstance(failure, CheckpointFailed)
+            assert victim in str(failure)
+            assert stored(rig) == ([] if step == "prepare" else ["abandoned"]) + ["published"]
+            assert recovery.checkpoint is not None
+            assert recovery.checkpoint.name == "good"
+        asked = PREPARE.index(rig.settings[victim].kind) if step == "prepare" else len(PREPARE)
+        closed = {name for name, one in rig.settings.items() if one.kind in PREPARE[:asked]}
+        assert closed - {victim} <= resumed
         await to_the_end(rig, continued=3)

@@ -269,7 +269,7 @@ async def test_tools_can_only_be_named_by_peers_of_this_cell(tmp_path: Path) -> 
 # ---- duplicates, and calls under a replaced attempt ---------------------------------------------------------
 
 
-async def test_a_duplicate_run_joins_and_another_task_is_refused(tmp_path: Path) -> None:
+async def test_c20_a_duplicate_run_joins_and_another_task_is_refused(tmp_path: Path) -> None:
     async with foreign(tmp_path) as rig:
         await serving(rig)
         body = {"episode_id": {"rollout_id": "x", "attempt": 0}, "task": TASK}
@@ -292,7 +292,7 @@ async def recovered(rig: Rig) -> None:
     await rig.until(lambda: rig.running(1))
 
 
-async def test_every_stale_call_of_a_client_has_no_effect_after_a_restore(tmp_path: Path) -> None:
+async def test_c15_every_stale_call_of_a_client_has_no_effect_after_a_restore(tmp_path: Path) -> None:
     async with foreign(tmp_path) as rig:
         await serving(rig)
         body = {"episode_id": {"rollout_id": "x", "attempt": 0}, "task": TASK}
@@ -322,7 +322,7 @@ async def test_every_stale_call_of_a_client_has_no_effect_after_a_restore(tmp_pa
         assert answer["result"]["reward"] == 1.0
 
 
-async def test_a_tool_call_of_before_the_cut_is_answered_after_the_restore(tmp_path: Path) -> None:
+async def test_c15_a_tool_call_of_before_the_cut_is_answered_after_the_restore(tmp_path: Path) -> None:
     async with foreign(tmp_path) as rig:
         await serving(rig)
         jar = await seeded(rig)
