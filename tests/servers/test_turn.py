@@ -19,8 +19,10 @@ from gym_servers.agent.simple_agent import SimpleAgent
 from gym_servers.coordination.verbs import resume_all
 from gym_servers.engine.rows import counter_rows
 from gym_servers.environment.server import EnvironmentServer
+from gym_servers.environment.single_agent_turn import STAGES
 from gym_servers.http.peers import PATIENCE_SECONDS, Peers, Reply
 from gym_servers.participants.agent import AgentParticipant
+from gym_servers.participants.environment import EnvironmentParticipant, Live
 from gym_servers.participants.resources import ResourcesParticipant
 from gym_servers.protocol import headers
 from gym_servers.protocol import messages as m
@@ -445,6 +447,43 @@ async def test_c23_a_crash_in_scoring_does_not_run_the_agent_again(
         assert (await running(rig, attempt=1))["result"]["reward"] == 1.0
         assert len(rig.journal()) == done  # no token, no tool call, no seed
         assert scoring == 2
+
+
+@pytest.mark.parametrize("boundary", STAGES)
+async def test_c24_an_episode_that_stood_at_a_boundary_runs_this_stage_and_those_behind_it_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, boundary: str
+) -> None:
+    """Each stage there is: nothing before it is done a second time, nothing behind it is left out."""
+    stage, reached, ran = EnvironmentParticipant.stage, asyncio.Event(), list[tuple[int, str]]()
+
+    async def held(self: EnvironmentParticipant, live: Live, name: str, **how: Any) -> Any:
+        step = how.pop("step")
+
+        async def noted() -> Any:
+            ran.append((live.episode.attempt, name))
+            return await step()
+
+        if (live.episode.attempt, name) == (0, boundary):
+            reached.set()
+            await self.gate.wait_until(lambda: self.gate.checkpoint_open)
+        return await stage(self, live, name, step=noted, **how)
+
+    monkeypatch.setattr(EnvironmentParticipant, "stage", held)
+    async with configured(tmp_path) as rig:
+        first = running(rig)
+        await reached.wait()
+        outcome = await rig.checkpoint("one")
+        assert outcome.publication.episodes == ["x"]
+        rig.kill("policy")
+        await rig.until(lambda: rig.running(1))
+        first.cancel()
+        assert (await running(rig, attempt=1))["result"]["reward"] == 1.0
+        again = STAGES[STAGES.index(boundary) :]
+        assert tuple(name for attempt, name in ran if attempt == 1) == again
+        done = [entry["kind"] for entry in rig.journal() if entry.get("attempt") == 1]
+        assert done.count("seed") == ("seed" in again)
+        assert done.count("effect") == (2 if "invoke_agent" in again else 0)
+        assert empty(rig)
 
 
 async def test_c24_a_continued_episode_goes_on_at_its_boundary_and_not_from_the_start(tmp_path: Path) -> None:
