@@ -108,6 +108,11 @@ REFUSALS: list[tuple[Change, str]] = [
     (lambda b: b["spec"]["servers"][3].update(server="a b"), "package.module:Class"),
     (lambda b: b["spec"]["servers"][3].update(replicas=2), 'unknown field "spec.servers[3].replicas"'),
     (lambda b: b["metadata"].update(name="a" * 42), "at most 52 characters"),
+    (lambda b: b["spec"]["checkpoints"]["storage"]["s3"].update(caSecret="ca"), "begins with https://"),
+    (
+        lambda b: b["spec"]["checkpoints"]["storage"]["s3"].update(encryption={"type": "SSE-S3", "kmsKeyID": "k"}),
+        "set type to SSE-KMS, or leave kmsKeyID out",
+    ),
     (lambda b: b["metadata"].update(name="a.b"), "only lower-case letters, digits and dashes"),
     (lambda b: b["metadata"].update(name="1a"), "begins with a letter"),
     (lambda b: b["spec"]["checkpoints"].pop("storage"), "checkpoints need a place: set storage.s3.bucket"),

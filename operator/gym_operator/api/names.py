@@ -49,6 +49,10 @@ HEALTH_PORT: Final = 8080
 
 CONTROL_TOKEN_KEY: Final = "control-token"
 COOKIE_SECRET_KEY: Final = "cookie-secret"
+PREVIOUS_TOKEN_KEY: Final = "control-token-previous"
+"""Present while the control token is being rotated: good beside the new one."""
+CA_KEY: Final = "ca.crt"
+"""Of the Secret with the authorities of an S3 endpoint."""
 
 
 def workload(stack: str, server: str) -> str:

@@ -28,6 +28,7 @@ from gym_servers.coordination.checkpoint import CheckpointFailed, Progress, Requ
 from gym_servers.coordination.controller import CellController
 from gym_servers.coordination.record import CellRecord
 from gym_servers.protocol.digests import sha256
+from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.messages import Blocker
 from gym_servers.stack.durations import parse_duration
 from gym_servers.stack.spec import Participant, SpecError
@@ -263,6 +264,9 @@ class Checkpoints:
             landed = await asyncio.to_thread(lambda: settle(self._open_store(uri), grave))
         except StorageError as error:
             log.warning("checkpoint %s/%s cannot be settled yet: %s", writer.namespace, writer.name, error)
+            return
+        except ProtocolError as error:
+            await self._abandon(writer, error.detail)  # what nobody can read, nobody can restore
             return
         if landed.state == "published":
             self._unsettled.pop(writer.uid, None)

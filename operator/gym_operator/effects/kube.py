@@ -72,6 +72,7 @@ STACKS: Final = Resource(names.GROUP, names.VERSION, names.STACK_PLURAL)
 CHECKPOINTS: Final = Resource(names.GROUP, names.VERSION, names.CHECKPOINT_PLURAL)
 PODS: Final = Resource("", "v1", "pods")
 NODES: Final = Resource("", "v1", "nodes")
+NAMESPACES: Final = Resource("", "v1", "namespaces")
 SECRETS: Final = Resource("", "v1", "secrets")
 EVENTS: Final = Resource("", "v1", "events")
 CHILDREN: Final[Mapping[str, Resource]] = {

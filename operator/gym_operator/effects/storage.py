@@ -1,4 +1,4 @@
-"""A stack's storage, with the stack's own credentials, and whether it can be used.
+"""A stack's storage, with the stack's own credentials and trust, and whether it does what checkpoints stand on.
 
 One client serves all of a stack's checkpoints: making one costs a tenth of a second of CPU, which a recovery does not
 have. Every call that blocks runs in a thread.
@@ -9,30 +9,33 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import secrets
+import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
+from gym_operator.api import names
 from gym_operator.api.conditions import ConditionReason
 from gym_operator.effects.kube import SECRETS, Kube, KubeError, NotFound
 from gym_operator.rules.stack_status import Storage
 from gym_servers.stack.render import s3_settings
-from gym_servers.stack.spec import StorageSpec
+from gym_servers.stack.spec import S3Spec, StorageSpec
 from gym_servers.storage.locate import open_store
-from gym_servers.storage.s3 import S3Credentials
-from gym_servers.storage.store import ObjectStore, StorageError
+from gym_servers.storage.ownership import Owner, check_usable, claim
+from gym_servers.storage.probe import probe
+from gym_servers.storage.s3_access import KEYS, SESSION_TOKEN, AccessSource, S3Access, S3Credentials
+from gym_servers.storage.store import ObjectStore, StorageError, StorageProblem
 
 BAD_SECONDS: Final = 30.0
 """Between probes of a storage that cannot be used."""
 GOOD_SECONDS: Final = 600.0
 """Between probes of one that can: its use tells sooner."""
 SECRET_SECONDS: Final = 15.0
-"""Between looks at the credentials' Secret."""
-MARKER: Final = ".gymops-probe"
-KEYS: Final = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+"""Between looks at the Secrets with credentials and certificates."""
 
-_UNKNOWN = Storage(None, ConditionReason.STORAGE_REACHABLE, "the storage is being looked at")
+_UNPROVED = Storage(None, ConditionReason.STORAGE_UNPROVED, "the storage is being tried")
 
 
 @dataclass(frozen=True)
@@ -58,30 +61,37 @@ class Below:
 
 
 class StackStorage:
-    """The storage of one stack. `state` is what is known about it; `root` is where the cell keeps its checkpoints."""
+    """The storage of one stack. `state` is what is known about it; `owner` is who claims it, once it is proved."""
 
-    def __init__(self, kube: Kube, namespace: str, monotonic: Callable[[], float] = time.monotonic) -> None:
-        self._kube, self._namespace, self._monotonic = kube, namespace, monotonic
-        self.state = _UNKNOWN
+    def __init__(
+        self,
+        kube: Kube,
+        namespace: str,
+        monotonic: Callable[[], float] = time.monotonic,
+        owner: Owner | None = None,
+    ) -> None:
+        self._kube, self._namespace, self._monotonic, self._owner = kube, namespace, monotonic, owner
+        self.state = _UNPROVED
         self._spec: StorageSpec | None = None
         self._root = ""
-        self._credentials: S3Credentials | None = None
-        self._secret_version: str | None = None
+        self._access = AccessSource(S3Access())
         self._missing: Storage | None = None
         self._bucket: ObjectStore | None = None
-        self._secret_due = self._probe_due = float("-inf")
+        self._secrets_due = self._probe_due = float("-inf")
         self._probe: asyncio.Task[None] | None = None
 
     async def tend(self, spec: StorageSpec, root: str) -> None:
-        """Keep up with the spec and its Secret; probe in the background when that is due. Raises KubeError."""
+        """Keep up with the spec and its Secrets; probe in the background when that is due. `root` is the stack's
+        part of the storage. Raises KubeError."""
         now = self._monotonic()
         if (spec, root) != (self._spec, self._root):
             self._spec, self._root = spec, root
-            self._bucket, self._secret_version = None, None
-            self._secret_due = self._probe_due = float("-inf")
-        if now >= self._secret_due:
-            await self._read_secret()
-            self._secret_due = now + SECRET_SECONDS
+            self._bucket, self.state = None, _UNPROVED
+            self._secrets_due = self._probe_due = float("-inf")
+            self._end_probe()  # of what was there before
+        if now >= self._secrets_due:
+            await self._read_secrets(spec.s3)
+            self._secrets_due = now + SECRET_SECONDS
         if self._missing is not None:
             self.state = self._missing
         elif now >= self._probe_due and (self._probe is None or self._probe.done()):
@@ -91,65 +101,107 @@ class StackStorage:
     def open(self, uri: str) -> ObjectStore:
         """The store at `uri`. Blocks. Raises StorageError."""
         if self._missing is not None:
-            raise StorageError(self._missing.message)
+            raise StorageError(self._missing.message, StorageProblem(self._missing.reason.value))
         s3 = self._spec.s3 if self._spec else None
         if s3 is None or not uri.startswith(f"s3://{s3.bucket}/"):
-            return open_store(uri, s3_settings(s3) if s3 else None, self._credentials)
+            return open_store(uri, s3_settings(s3) if s3 else None, self._access)
         if self._bucket is None:
-            self._bucket = open_store(f"s3://{s3.bucket}", s3_settings(s3), self._credentials)
+            self._bucket = open_store(f"s3://{s3.bucket}", s3_settings(s3), self._access)
         return Below(self._bucket, uri.removeprefix(f"s3://{s3.bucket}/").strip("/"), uri)
 
     def failed(self, error: StorageError) -> None:
         """Somebody could not use the storage: look at it soon."""
-        self.state = Storage(False, ConditionReason.STORAGE_FAILED, str(error))
+        self.state = _bad(error)
         self._probe_due = min(self._probe_due, self._monotonic() + BAD_SECONDS)
 
     def close(self) -> None:
+        self._end_probe()
+
+    def _end_probe(self) -> None:
         if self._probe is not None:
             self._probe.cancel()
+            self._probe = None
 
     async def _look(self) -> None:
         def use() -> None:
-            # Create-only as everything that counts is; the same bytes again are a success.
-            self.open(self._root).create(MARKER, b"gymops\n")
+            store = self.open(self._root)
+            if self._owner is not None:
+                check_usable(store, self._owner)  # before anything is written there
+            probe(store, secrets.token_hex(8))
+            if self._owner is not None:
+                claim(store, self._owner)
 
         try:
             await asyncio.to_thread(use)
         except StorageError as error:
-            self.state = Storage(False, ConditionReason.STORAGE_FAILED, str(error))
+            self.state = _bad(error)
         else:
-            self.state = Storage(True, ConditionReason.STORAGE_REACHABLE, f"{self._root} can be written")
+            done = f"{self._root} was written, read back with the same bytes, and refused a second creation"
+            self.state = Storage(True, ConditionReason.STORAGE_REACHABLE, done)
         self._probe_due = self._monotonic() + (GOOD_SECONDS if self.state.ok else BAD_SECONDS)
 
-    async def _read_secret(self) -> None:
-        name = self._spec.s3.credentials_secret if self._spec and self._spec.s3 else None
-        if name is None:
-            self._missing = None
+    # ---- Secrets ------------------------------------------------------------------------------------------
+
+    async def _read_secrets(self, s3: S3Spec | None) -> None:
+        """What the Secrets say now. A change is noticed by the client that is there already, and tried at once."""
+        try:
+            credentials = await self._credentials(s3.credentials_secret) if s3 and s3.credentials_secret else None
+            ca = await self._authorities(s3.ca_secret) if s3 and s3.ca_secret else None
+        except StorageError as error:
+            self._missing = _bad(error)
             return
+        access = S3Access(credentials, ca)
+        if self._missing is not None or access != self._access.current():
+            self._missing, self.state, self._probe_due = None, _UNPROVED, float("-inf")
+            self._end_probe()  # of the access before
+            self._access.replace(access)
+
+    async def _credentials(self, name: str) -> S3Credentials:
+        data = await self._secret(name, KEYS, StorageProblem.CREDENTIALS_MISSING)
+        values = [_decoded(data, key) for key in KEYS]
+        if not all(values):
+            raise StorageError(
+                f"Secret {name} needs the keys {' and '.join(KEYS)}, each with a value",
+                StorageProblem.CREDENTIALS_MISSING,
+            )
+        return S3Credentials(values[0], values[1], _decoded(data, SESSION_TOKEN) or None)
+
+    async def _authorities(self, name: str) -> str:
+        data = await self._secret(name, (names.CA_KEY,), StorageProblem.CERTIFICATE_REFUSED)
+        ca = _decoded(data, names.CA_KEY)
+        try:
+            ssl.create_default_context(cadata=ca or "none")
+        except (ssl.SSLError, ValueError, TypeError) as error:
+            raise StorageError(
+                f"Secret {name} needs the key {names.CA_KEY} with the certificates of the endpoint's authorities in "
+                "PEM form",
+                StorageProblem.CERTIFICATE_REFUSED,
+            ) from error
+        return ca
+
+    async def _secret(self, name: str, keys: Sequence[str], problem: StorageProblem) -> Mapping[str, Any]:
         try:
             secret = await self._kube.get(SECRETS, self._namespace, name)
-        except NotFound:
-            self._miss(f"there is no Secret {name} in this namespace; create it with the keys {' and '.join(KEYS)}")
-            return
+        except NotFound as error:
+            raise StorageError(
+                f"there is no Secret {name} in this namespace; create it with the keys {' and '.join(keys)}", problem
+            ) from error
         except KubeError as error:
             if error.status != 403:
                 raise
-            self._miss(f"the operator may not read Secret {name}; give its role the right to get it")
-            return
-        version = secret["metadata"]["resourceVersion"]
-        if version == self._secret_version:
-            return
-        try:
-            values = [base64.b64decode(secret["data"][key]).decode().strip() for key in KEYS]
-        except (KeyError, TypeError, binascii.Error, UnicodeDecodeError):
-            values = []
-        if not values or not all(values):
-            self._miss(f"Secret {name} needs the keys {' and '.join(KEYS)}, each with a value")
-            return
-        self._credentials, self._secret_version = S3Credentials(*values), version
-        self._missing, self._bucket = None, None
-        self.state, self._probe_due = _UNKNOWN, float("-inf")
+            raise StorageError(
+                f"the operator may not read Secret {name}; give its role the right to get it", problem
+            ) from error
+        return secret.get("data") or {}
 
-    def _miss(self, message: str) -> None:
-        self._missing = Storage(False, ConditionReason.CREDENTIALS_MISSING, message)
-        self._secret_version = None
+
+def _bad(error: StorageError) -> Storage:
+    return Storage(False, ConditionReason(error.problem.value), str(error))
+
+
+def _decoded(data: Mapping[str, Any], key: str) -> str:
+    """A value of a Secret; empty where there is none that is a text."""
+    try:
+        return base64.b64decode(data[key]).decode().strip()
+    except (KeyError, TypeError, binascii.Error, UnicodeDecodeError):
+        return ""

@@ -37,7 +37,8 @@ from gym_servers.coordination.controller import CellController, CellSettings, Vi
 from gym_servers.coordination.record import CellRecord, Stage
 from gym_servers.protocol.messages import Status
 from gym_servers.stack.durations import parse_duration
-from gym_servers.stack.render import checkpoint_root
+from gym_servers.stack.render import checkpoint_root, stack_root
+from gym_servers.storage.ownership import Owner
 from gym_servers.storage.store import StorageError
 
 log = logging.getLogger(__name__)
@@ -76,6 +77,8 @@ class Services:
     operator_namespace: str
     wall: Callable[[], float] = time.time
     monotonic: Callable[[], float] = time.monotonic
+    cluster: str | None = None
+    """The cluster's id, None where it may not be read."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,8 @@ class StackWorker:
         self._wake, self._death = asyncio.Event(), asyncio.Event()
         self._subject = Subject(names.STACK_KIND, key.namespace, key.name, uid)
         self._writer = StackWriter(services.kube, key.namespace, key.name, uid, self._following)
-        self._storage = StackStorage(services.kube, key.namespace, services.monotonic)
+        owner = Owner(cluster=services.cluster or uid, stack_uid=uid, namespace=key.namespace, name=key.name)
+        self._storage = StackStorage(services.kube, key.namespace, services.monotonic, owner)
         self._host = KubeCellHost(
             services.kube,
             services.cache,
@@ -245,9 +249,9 @@ class StackWorker:
         if storage is None or not stack.spec.checkpoints.enabled:
             return
         try:
-            await self._storage.tend(storage, checkpoint_root(storage, stack.identity, 0))
+            await self._storage.tend(storage, stack_root(storage, stack.identity))
         except KubeError as error:
-            log.warning("stack %s/%s: credentials of the storage: %s", *self.key, error)
+            log.warning("stack %s/%s: Secrets of the storage: %s", *self.key, error)
 
     # ---- the cell -----------------------------------------------------------------------------------------
 
@@ -406,6 +410,7 @@ class StackWorker:
             obstacle=obstacle,
         )
 
+            storage_proved=self._storage.state.ok is True,
     @property
     def _busy(self) -> bool:
         return self._controller is not None and self._controller.busy

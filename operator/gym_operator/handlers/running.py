@@ -12,6 +12,7 @@ from typing import Final
 import kopf
 
 from gym_operator.effects.cache import Cache
+from gym_operator.effects.cluster import cluster_id
 from gym_operator.effects.events import Events
 from gym_operator.effects.fleet import Fleet
 from gym_operator.effects.kube import CHECKPOINTS, STACKS, ApiKube, KubeError, NotFound, connect
@@ -38,10 +39,11 @@ async def operate(
     loop.set_default_executor(ThreadPoolExecutor(STORAGE_THREADS, thread_name_prefix="storage"))
     kube = await connect(kubeconfig)
     http, transport = pod_client()
-    services = Services(kube, Cache(transport), Events(kube), http, operator_namespace)
-    fleet = Fleet(services, namespaces)
     try:
         await _check(kube, namespaces)
+        cluster = await _identify(kube)
+        services = Services(kube, Cache(transport), Events(kube), http, operator_namespace, cluster=cluster)
+        fleet = Fleet(services, namespaces)
         async with serving_health(health_port, fleet.health):
             beside = asyncio.create_task(fleet.run())
 
@@ -76,6 +78,13 @@ async def _check(kube: ApiKube, namespaces: Sequence[str]) -> None:
                 raise StartError("the CRDs of gymops.dev are not installed: apply the folder crds/ first") from error
             except KubeError as error:
                 raise StartError(f"cannot list {resource.plural}: {error}") from error
+
+
+async def _identify(kube: ApiKube) -> str | None:
+    try:
+        return await cluster_id(kube)
+    except KubeError as error:
+        raise StartError(f"cannot ask which cluster this is: {error}") from error
 
 
 def run(namespaces: Sequence[str], health_port: int, kubeconfig: str | None, operator_namespace: str) -> None:

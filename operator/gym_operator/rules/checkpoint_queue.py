@@ -18,13 +18,15 @@ PATIENCE_SECONDS: Final = 60.0
 @dataclass(frozen=True)
 class Situation:
     """The stack, as far as a checkpoint depends on it. `open_id` is the checkpoint that the cell's record has open;
-    `obstacle` is what only a person can mend, and the reason for it; `free`: nothing else goes on in the cell."""
+    `obstacle` is what only a person can mend, and the reason for it; `free`: nothing else goes on in the cell.
+    `storage_proved`: it was found to do what checkpoints stand on."""
 
     enabled: bool
     stage: Stage | None
     free: bool
     open_id: str | None
     obstacle: tuple[ConditionReason, str] | None
+    storage_proved: bool = True
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,8 @@ def next_move(status: CheckpointStatus, id: str, hindered: float, situation: Sit
         return Fail(reason, message) if hindered > PATIENCE_SECONDS else Hold(reason, message)
     if situation.stage is not Stage.RUNNING:
         return Hold(ConditionReason.STACK_NOT_READY, "waits until the stack runs")
+    if not situation.storage_proved:
+        return Hold(ConditionReason.STORAGE_UNPROVED, "waits until the storage has been tried")
     return Take() if situation.free else Hold(ConditionReason.QUEUED, "waits for what goes on in the stack")
 
 

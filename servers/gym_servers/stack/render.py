@@ -16,6 +16,7 @@ from gym_servers.stack.settings import (
     CheckpointSettings,
     CollectionSettings,
     Peer,
+    S3Encryption,
     S3Settings,
     ServerSettings,
     StackIdentity,
@@ -75,17 +76,22 @@ def uses_storage(participant: Participant, spec: StackSpec) -> bool:
     return spec.checkpoints.storage is not None and (spec.checkpoints.enabled or participant.kind == "collection")
 
 
-def checkpoint_root(storage: StorageSpec | StorageSettings, identity: StackIdentity, cell: int) -> str:
-    """The URI below which a cell keeps its checkpoints.
+def stack_root(storage: StorageSpec | StorageSettings, identity: StackIdentity) -> str:
+    """The URI below which a stack keeps everything: what proves its storage and who owns it, and its cells.
 
     It holds the stack's UID and not its name: a stack deleted and made again under the same name must never
     take the old one's checkpoints for its own.
     """
     if storage.s3 is not None:
-        parts = [f"s3://{storage.s3.bucket}", storage.s3.prefix, identity.uid, f"cell-{cell}"]
+        parts = [f"s3://{storage.s3.bucket}", storage.s3.prefix, identity.uid]
         return "/".join(part for part in parts if part)
     assert storage.directory is not None  # StorageSpec holds exactly one of the two
-    return f"{storage.directory.rstrip('/')}/{identity.uid}/cell-{cell}"
+    return f"{storage.directory.rstrip('/')}/{identity.uid}"
+
+
+def checkpoint_root(storage: StorageSpec | StorageSettings, identity: StackIdentity, cell: int) -> str:
+    """The URI below which a cell keeps its checkpoints."""
+    return f"{stack_root(storage, identity)}/cell-{cell}"
 
 
 def _storage(spec: StackSpec) -> StorageSettings:
@@ -99,12 +105,14 @@ def _storage(spec: StackSpec) -> StorageSettings:
 
 def s3_settings(s3: S3Spec) -> S3Settings:
     """How a bucket of the spec is reached; its credentials are another matter."""
+    encryption = s3.encryption
     return S3Settings(
         bucket=s3.bucket,
         prefix=s3.prefix,
         endpoint=s3.endpoint,
         region=s3.region,
         addressing_style=s3.addressing_style,
+        encryption=S3Encryption(type=encryption.type, kms_key_id=encryption.kms_key_id) if encryption else None,
     )
 
 

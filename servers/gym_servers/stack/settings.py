@@ -2,7 +2,7 @@
 
 Whoever starts processes (the operator on Kubernetes, the local runner elsewhere) renders a stack's spec into
 one such document per server; a process reads it once and never again. Secrets are not part of it: the control
-token and the cookie secret come from files or environment variables, S3 credentials from the environment.
+token, the cookie secret and S3 credentials come from files or environment variables.
 """
 
 from __future__ import annotations
@@ -43,14 +43,23 @@ class Peer(_Model):
     url: str
 
 
+class S3Encryption(_Model):
+    """How objects are encrypted at rest. Without `kms_key_id`, SSE-KMS uses the account's own key."""
+
+    type: Literal["SSE-S3", "SSE-KMS"]
+    kms_key_id: str | None = None
+
+
 class S3Settings(_Model):
-    """Where an S3 bucket is. Credentials come from AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a role."""
+    """Where an S3 bucket is and how it is written to. Credentials and trusted certificates are no part of it: see
+    `gym_servers.storage.s3_access`."""
 
     bucket: str
     prefix: str = ""
     endpoint: str | None = None
     region: str = "us-east-1"
     addressing_style: Literal["path", "virtual", "auto"] = "auto"
+    encryption: S3Encryption | None = None
 
 
 class StorageSettings(_Model):

@@ -50,6 +50,8 @@ _ONE_CELL = "more than one cell is not supported yet: set cells: 1"
 _NEEDS_STORAGE = "checkpoints need a place: set storage.s3.bucket, or turn them off with enabled: false"
 _URI_STORAGE = "s3:// URIs of the collection need checkpoints.storage.s3, which says how to reach S3"
 _OUTPUT_S3 = "output must be an s3:// URI: what a pod writes to its own disk dies with the pod"
+_CA_SECRET = "caSecret is for an endpoint of your own: set endpoint to an address that begins with https://"
+_KMS_KEY = "kmsKeyID is for keys of a key management service: set type to SSE-KMS, or leave kmsKeyID out"
 _NAME_LENGTH = f"<stack>-<server> names pods and is at most {MAX_WORKLOAD_NAME} characters: choose shorter names"
 _STACK_NAME = "a stack's name has only lower-case letters, digits and dashes, and begins with a letter"
 
@@ -154,8 +156,31 @@ class CollectionSpec(WireModel):
     """Compute resources of the driver's container."""
 
 
+class S3EncryptionSpec(WireModel):
+    """How objects are encrypted at rest."""
+
+    model_config = with_rules(rule("!has(self.kmsKeyID) || self.type == 'SSE-KMS'", _KMS_KEY))
+
+    type: Literal["SSE-S3", "SSE-KMS"]
+    """SSE-S3: with keys of the storage server. SSE-KMS: with a key of its key management service."""
+    kms_key_id: Annotated[str, StringConstraints(min_length=1, max_length=2048)] | None = Field(
+        None, alias="kmsKeyID"
+    )
+    """The key for SSE-KMS, such as its ARN; without it, the one that the service has for S3."""
+
+    @model_validator(mode="after")
+    def _key_is_used(self) -> Self:
+        if self.kms_key_id is not None and self.type != "SSE-KMS":
+            raise _problem(_KMS_KEY)
+        return self
+
+
 class S3Spec(WireModel):
     """An S3 bucket."""
+
+    model_config = with_rules(
+        rule("!has(self.caSecret) || (has(self.endpoint) && self.endpoint.startsWith('https://'))", _CA_SECRET)
+    )
 
     bucket: Annotated[
         str,
@@ -192,6 +217,17 @@ class S3Spec(WireModel):
     credentials_secret: ObjectName | None = None
     """Secret of the same namespace with the keys AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY. Without it,
     the role of the pods' service account is used; the local runner uses its own environment."""
+    ca_secret: ObjectName | None = None
+    """Secret of the same namespace whose key ca.crt holds, in PEM form, the authorities that the endpoint's
+    certificate is checked against. The local runner takes the file that GYM_S3_CA_FILE names."""
+    encryption: S3EncryptionSpec | None = None
+    """How what is written is encrypted at rest; without it, as the bucket says."""
+
+    @model_validator(mode="after")
+    def _has_a_certificate(self) -> Self:
+        if self.ca_secret is not None and not (self.endpoint or "").startswith("https://"):
+            raise _problem(_CA_SECRET)
+        return self
 
 
 class StorageSpec(WireModel):

@@ -6,6 +6,8 @@ in its directory's name and in its `checkpoint.json`; the listing is the truth, 
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from gym_servers.protocol.digests import canonical, sha256
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.storage.manifest import CHECKPOINT, Member, Publication, read_publication
@@ -45,12 +47,13 @@ def highest_attempt(cell: ObjectStore) -> int:
 
 
 def settle(store: ObjectStore, wanted: Publication) -> Publication:
-    """Write `checkpoint.json` once: the publication or tombstone that stands, whoever wrote it."""
-    try:
+    """Write `checkpoint.json` once: the publication or tombstone that stands, whoever wrote it.
+
+    It is read back: some servers store other bytes than were sent, and then nothing was published.
+    """
+    with suppress(ObjectConflict):
         store.create(CHECKPOINT, wanted.to_bytes())
-        return wanted
-    except ObjectConflict:
-        return read_publication(store.get(CHECKPOINT))
+    return read_publication(store.get(CHECKPOINT))
 
 
 def published(cell: ObjectStore) -> list[tuple[str, Publication, str]]:

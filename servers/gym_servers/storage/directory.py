@@ -6,11 +6,22 @@ creation is atomic, and a crash leaves either the whole object or none.
 
 from __future__ import annotations
 
+import errno
 import os
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
-from gym_servers.storage.store import ObjectConflict, ObjectMissing, StorageError
+from gym_servers.storage.store import ObjectConflict, ObjectMissing, StorageError, StorageProblem
+
+_PROBLEMS: Final[Mapping[int, StorageProblem]] = {
+    errno.ENOSPC: StorageProblem.FULL,
+    errno.EDQUOT: StorageProblem.FULL,
+    errno.EACCES: StorageProblem.ACCESS_DENIED,
+    errno.EPERM: StorageProblem.ACCESS_DENIED,
+    errno.EROFS: StorageProblem.ACCESS_DENIED,
+}
 
 
 class DirectoryStore:
@@ -95,4 +106,5 @@ def _sync(directory: Path) -> None:
 
 
 def _unusable(path: Path, error: OSError) -> StorageError:
-    return StorageError(f"cannot use {path}: {error.strerror}; check its permissions and free space")
+    problem = _PROBLEMS.get(error.errno or 0, StorageProblem.FAILED)
+    return StorageError(f"cannot use {path}: {error.strerror}; check its permissions and free space", problem)

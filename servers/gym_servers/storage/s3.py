@@ -7,58 +7,46 @@ own digests are checked where objects are read back.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+import atexit
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, TypeVar
 
-from gym_servers.stack.settings import S3Settings
-from gym_servers.storage.store import ObjectConflict, ObjectMissing, StorageError
+from gym_servers.protocol.digests import sha256
+from gym_servers.stack.settings import S3Encryption, S3Settings
+from gym_servers.storage.s3_access import AccessSource, S3Access, S3Credentials, access_of_process
+from gym_servers.storage.s3_errors import STALE, code_of, refused, unanswered
+from gym_servers.storage.store import ObjectConflict
 
-_ADVICE = {
-    "NoSuchBucket": "the bucket does not exist; create it or correct its name",
-    "AccessDenied": "the credentials may not do this; check the bucket policy and the credentials' rights",
-    "InvalidAccessKeyId": "the access key is unknown; check the credentials secret",
-    "SignatureDoesNotMatch": "the secret key is wrong; check the credentials secret",
-    "InvalidBucketName": "the bucket's name is not valid",
-    "PermanentRedirect": "the bucket is in another region; set `region`",
-}
-_LOST_RACE = {"PreconditionFailed", "ConditionalRequestConflict", "412", "409"}
-_MISSING = {"NoSuchKey", "404", "NotFound"}
+__all__ = ["S3Credentials", "S3Store"]
 
+CONNECT_SECONDS: Final = 5
+READ_SECONDS: Final = 30
+"""A server that takes longer for one object is as good as away."""
+REQUEST_TRIES: Final = 4
+BODY_TRIES: Final = 3
+"""boto3 repeats requests, but not the reading of an answer that was cut."""
 
-@dataclass(frozen=True)
-class S3Credentials:
-    """A pair of keys, for whoever serves several buckets. Never part of a log or an error."""
-
-    access_key: str = field(repr=False)
-    secret_key: str = field(repr=False)
+T = TypeVar("T")
 
 
 class S3Store:
-    """Objects below a prefix of a bucket. Thread-safe. Without `credentials`, boto3's own search order is used."""
+    """Objects below a prefix of a bucket. Thread-safe. `access` is asked for credentials and trust before each
+    request; without it the process's own are used."""
 
-    def __init__(self, settings: S3Settings, prefix: str, credentials: S3Credentials | None = None) -> None:
-        # Imported here: loading boto3 takes most of a second, and only processes that use S3 pay for it.
-        import boto3
-        from botocore.config import Config
-
-        aws = settings.endpoint is None
+    def __init__(self, settings: S3Settings, prefix: str, access: AccessSource | S3Credentials | None = None) -> None:
+        self._settings = settings
         self._bucket, self._prefix = settings.bucket, prefix.strip("/")
-        self._client: Any = boto3.session.Session().client(
-            "s3",
-            endpoint_url=settings.endpoint,
-            region_name=settings.region,
-            aws_access_key_id=credentials.access_key if credentials else None,
-            aws_secret_access_key=credentials.secret_key if credentials else None,
-            config=Config(
-                s3={"addressing_style": settings.addressing_style},
-                request_checksum_calculation="when_supported" if aws else "when_required",
-                response_checksum_validation="when_supported" if aws else "when_required",
-                connect_timeout=5,
-                read_timeout=30,
-                retries={"mode": "standard", "total_max_attempts": 4},
-                max_pool_connections=32,
-            ),
-        )
+        if isinstance(access, S3Credentials):
+            access = AccessSource(S3Access(access))
+        self._source = access_of_process() if access is None else access
+        self._encryption = _encryption(settings.encryption)
+        self._making = threading.Lock()
+        self._made: tuple[S3Access, Any] | None = None
 
     @property
     def uri(self) -> str:
@@ -66,58 +54,124 @@ class S3Store:
 
     def create(self, key: str, data: bytes) -> None:
         try:
-            self._call("put_object", key, Body=data, IfNoneMatch="*")
+            self._put(key, data, IfNoneMatch="*")
         except ObjectConflict:
             # A retry after a lost reply finds our own object: only other bytes are a conflict.
             if self.get(key) != data:
                 raise
 
     def replace(self, key: str, data: bytes) -> None:
-        self._call("put_object", key, Body=data)
+        self._put(key, data)
 
     def get(self, key: str) -> bytes:
-        body: bytes = self._call("get_object", key)["Body"].read()
-        return body
+        def read(client: Any) -> bytes:
+            body: bytes = client.get_object(Bucket=self._bucket, Key=self._key(key))["Body"].read()
+            return body
+
+        return self._request(f"{self.uri}/{key}", read, tries=BODY_TRIES)
 
     def list(self, prefix: str) -> dict[str, int]:
         base = self._key(prefix) if prefix else self._prefix
         found: dict[str, int] = {}
         strip = len(self._prefix) + 1 if self._prefix else 0
-        token: dict[str, str] = {}
+        arguments = {"Bucket": self._bucket, "Prefix": f"{base}/" if base else ""}
         while True:
-            page = self._request(
-                "list_objects_v2", self.uri, Bucket=self._bucket, Prefix=f"{base}/" if base else "", **token
-            )
+            page = self._request(self.uri, lambda client: client.list_objects_v2(**arguments))
             for item in page.get("Contents", []):
                 found[item["Key"][strip:]] = item["Size"]
             if not page.get("IsTruncated"):
                 return found
-            token = {"ContinuationToken": page["NextContinuationToken"]}
+            arguments["ContinuationToken"] = page["NextContinuationToken"]
 
     def _key(self, key: str) -> str:
         return f"{self._prefix}/{key}" if self._prefix else key
 
-    def _call(self, operation: str, key: str, **arguments: Any) -> Any:
-        return self._request(operation, f"{self.uri}/{key}", Bucket=self._bucket, Key=self._key(key), **arguments)
+    def _put(self, key: str, data: bytes, **condition: str) -> None:
+        arguments = {"Bucket": self._bucket, "Key": self._key(key), "Body": data, **condition, **self._encryption}
+        self._request(f"{self.uri}/{key}", lambda client: client.put_object(**arguments), create_only=bool(condition))
 
-    def _request(self, operation: str, where: str, **arguments: Any) -> Any:
-        from botocore.exceptions import BotoCoreError, ClientError
+    def _request(self, where: str, ask: Callable[[Any], T], *, create_only: bool = False, tries: int = 1) -> T:
+        """Ask the server; once more where credentials were replaced meanwhile, or an answer was cut."""
+        from botocore.exceptions import BotoCoreError, ClientError, IncompleteReadError, ResponseStreamingError
 
-        try:
-            return getattr(self._client, operation)(**arguments)
-        except ClientError as error:
-            code = str(error.response.get("Error", {}).get("Code", "unknown"))
-            if code in _LOST_RACE:
-                raise ObjectConflict(f"{where} exists already") from error
-            if code in _MISSING:
-                raise ObjectMissing(f"{where} does not exist") from error
-            status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-            advice = _ADVICE.get(code)
-            if advice is None and isinstance(status, int) and status >= 500:
-                advice = "the storage server failed; check its health and free space"
-            raise StorageError(f"{where}: {code}: {advice or 'the request was refused'}") from error
-        except BotoCoreError as error:
-            name = type(error).__name__
-            if name == "NoCredentialsError":
-                raise StorageError(f"{where}: no S3 credentials; give a credentials secret or a role") from error
-            raise StorageError(f"{where}: {name}: the endpoint cannot be reached; check `endpoint`") from error
+        looked_again = False
+        while True:
+            access, client = self._client()
+            try:
+                return ask(client)
+            except ClientError as error:
+                if code_of(error.response) in STALE and not looked_again and self._source.again() != access:
+                    looked_again = True
+                    continue
+                raise refused(
+                    error.response, where, create_only=create_only, encrypted=bool(self._encryption)
+                ) from error
+            except (IncompleteReadError, ResponseStreamingError) as error:
+                tries -= 1
+                if tries <= 0:
+                    raise unanswered(error, where) from error
+            except BotoCoreError as error:
+                raise unanswered(error, where) from error
+
+    def _client(self) -> tuple[S3Access, Any]:
+        """A client for the access as it is now: made when that has changed, since it takes a tenth of a second."""
+        access = self._source.current()
+        with self._making:
+            if self._made is None or self._made[0] != access:
+                self._made = (access, self._make(access))
+            return self._made
+
+    def _make(self, access: S3Access) -> Any:
+        # Imported here: loading boto3 takes most of a second, and only processes that use S3 pay for it.
+        import boto3
+        from botocore.config import Config
+
+        settings, credentials = self._settings, access.credentials
+        checksums = "when_supported" if settings.endpoint is None else "when_required"
+        return boto3.session.Session().client(
+            "s3",
+            endpoint_url=settings.endpoint,
+            region_name=settings.region,
+            verify=_bundle(access.ca) if access.ca is not None else None,
+            aws_access_key_id=credentials.access_key if credentials else None,
+            aws_secret_access_key=credentials.secret_key if credentials else None,
+            aws_session_token=credentials.session_token if credentials else None,
+            config=Config(
+                s3={"addressing_style": settings.addressing_style},
+                request_checksum_calculation=checksums,
+                response_checksum_validation=checksums,
+                connect_timeout=CONNECT_SECONDS,
+                read_timeout=READ_SECONDS,
+                retries={"mode": "standard", "total_max_attempts": REQUEST_TRIES},
+                max_pool_connections=32,
+            ),
+        )
+
+
+def _encryption(wanted: S3Encryption | None) -> dict[str, str]:
+    """What every write says about encryption at rest."""
+    match wanted:
+        case None:
+            return {}
+        case S3Encryption(type="SSE-S3"):
+            return {"ServerSideEncryption": "AES256"}
+        case _:
+            key = {"SSEKMSKeyId": wanted.kms_key_id} if wanted.kms_key_id else {}
+            return {"ServerSideEncryption": "aws:kms", **key}
+
+
+def _bundle(ca: str) -> str:
+    """A file with these certificates, since boto3 takes no others. Named by their digest: the same ones, one file."""
+    path = _private_folder() / f"{sha256(ca.encode())}.pem"
+    if not path.exists():
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            file.write(ca)
+        Path(file.name).replace(path)
+    return str(path)
+
+
+@cache
+def _private_folder() -> Path:
+    folder = tempfile.mkdtemp(prefix="gym-ca-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)

@@ -9,11 +9,37 @@ All calls block; callers on an event loop run them in threads. Keys are `/`-sepa
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Protocol
+
+
+class StorageProblem(StrEnum):
+    """What is wrong with a storage, in one word: a condition's reason, and what an alert is about."""
+
+    FAILED = "StorageFailed"
+    UNREACHABLE = "StorageUnreachable"
+    SLOW = "StorageSlow"
+    BUSY = "StorageBusy"
+    FULL = "StorageFull"
+    CREDENTIALS_MISSING = "CredentialsMissing"
+    CREDENTIALS_REFUSED = "CredentialsRefused"
+    CLOCK_SKEWED = "ClockSkewed"
+    ACCESS_DENIED = "AccessDenied"
+    BUCKET_MISSING = "BucketMissing"
+    REGION_WRONG = "RegionWrong"
+    CERTIFICATE_REFUSED = "CertificateRefused"
+    ENCRYPTION_REFUSED = "EncryptionRefused"
+    CREATE_ONLY_UNSUPPORTED = "CreateOnlyUnsupported"
+    BYTES_CHANGED = "BytesChanged"
+    OWNED_BY_ANOTHER = "OwnedByAnother"
 
 
 class StorageError(Exception):
     """The store cannot be used; the message says why and what to change, never a credential."""
+
+    def __init__(self, message: str, problem: StorageProblem = StorageProblem.FAILED) -> None:
+        super().__init__(message)
+        self.problem = problem
 
 
 class ObjectMissing(StorageError):

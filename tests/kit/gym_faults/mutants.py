@@ -264,8 +264,8 @@ MUTANTS = (
     Mutant(
         "what stands is not asked",
         "storage/cells.py",
-        "        return read_publication(store.get(CHECKPOINT))",
-        "        return wanted",
+        "    return read_publication(store.get(CHECKPOINT))",
+        "    return wanted",
     ),
     Mutant(
         "restore what was given up",

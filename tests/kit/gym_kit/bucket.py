@@ -60,7 +60,8 @@ class Ports:
 
 
 class SeaweedFS:
-    """One server over `data`, listening on `host` alone. Credentials and ports are made up unless given."""
+    """One server over `data`, listening on `host` alone. Credentials and ports are made up unless given; `spare` is a
+    second pair of keys that is as good, for rotations."""
 
     def __init__(
         self,
@@ -72,6 +73,7 @@ class SeaweedFS:
         self.data = data
         self.host = host
         self.credentials = credentials or Credentials.random()
+        self.spare = Credentials.random()
         self.ports = ports or Ports(*free_ports(4))
         self._process: ProcessId | None = None
         self._sockets: Path | None = None
@@ -93,7 +95,7 @@ class SeaweedFS:
         self._end_predecessor()
         identities = self.data / "identities.json"
         identities.touch(mode=0o600)
-        identities.write_text(identities_file(self.credentials))
+        identities.write_text(identities_file(self.credentials, self.spare))
         # Socket paths are limited to 107 bytes, which a test's folder easily exceeds.
         self._sockets = Path(tempfile.mkdtemp(prefix="gym-s3-"))
         argv = command(_program(), self.data, self.host, self.ports, self._sockets)
@@ -203,11 +205,11 @@ class SeaweedFS:
         return True
 
 
-def identities_file(credentials: Credentials) -> str:
+def identities_file(*credentials: Credentials) -> str:
     """SeaweedFS' configuration of one identity that may do everything."""
-    keys = {"accessKey": credentials.access_key, "secretKey": credentials.secret_key}
+    keys = [{"accessKey": each.access_key, "secretKey": each.secret_key} for each in credentials]
     actions = ["Admin", "Read", "List", "Tagging", "Write"]
-    return json.dumps({"identities": [{"name": "gym-kit", "credentials": [keys], "actions": actions}]})
+    return json.dumps({"identities": [{"name": "gym-kit", "credentials": keys, "actions": actions}]})
 
 
 def command(program: Path, data: Path, host: str, ports: Ports, sockets: Path) -> list[str]:

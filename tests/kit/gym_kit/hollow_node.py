@@ -157,7 +157,7 @@ class HollowNode:
         folder.mkdir(parents=True, exist_ok=True)
         settings = {**json.loads(text), "host": container.address}
         (folder / "settings.json").write_text(json.dumps(settings))
-        environment = {**os.environ, **await self._secrets(pod), "GYM_CELL": "0"}
+        environment = {**os.environ, **await self._mounted(pod, folder), "GYM_CELL": "0"}
         with (folder / "log").open("ab") as log:
             container.process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "gym_servers", "serve", "--settings", str(folder / "settings.json")),
@@ -168,19 +168,26 @@ class HollowNode:
         container.id = f"hollow://{next(self._numbers)}"
         await self._tell(container, {"running": {"startedAt": _now()}})
 
-    async def _secrets(self, pod: Mapping[str, Any]) -> dict[str, str]:
-        namespace = pod["metadata"]["namespace"]
-        control = await self._kube.get(SECRETS, namespace, names.control_secret(_label(pod, names.STACK_LABEL)))
-        found = {
-            "GYM_CONTROL_TOKEN": _decoded(control, names.CONTROL_TOKEN_KEY),
-            "GYM_COOKIE_SECRET": _decoded(control, names.COOKIE_SECRET_KEY),
-        }
-        for variable in pod["spec"]["containers"][0].get("env", ()):
-            reference = (variable.get("valueFrom") or {}).get("secretKeyRef")
-            if reference:
-                secret = await self._kube.get(SECRETS, namespace, reference["name"])
-                found[variable["name"]] = _decoded(secret, reference["key"])
-        return found
+    async def refresh_secrets(self) -> None:
+        """Bring what the pods have mounted up to date, as a kubelet does about every minute."""
+        for container in self._containers.values():
+            await self._mounted(container.pod, self._folder / container.pod["metadata"]["name"])
+
+    async def _mounted(self, pod: Mapping[str, Any], folder: Path) -> dict[str, str]:
+        """The pod's Secrets as files below `folder`; its variables, with the paths where the files are here."""
+        container = pod["spec"]["containers"][0]
+        places = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        environment = {variable["name"]: variable["value"] for variable in container["env"] if "value" in variable}
+        for volume in pod["spec"]["volumes"]:
+            if "secret" not in volume:
+                continue
+            here, place = folder / volume["name"], places[volume["name"]]
+            secret = await self._kube.get(SECRETS, pod["metadata"]["namespace"], volume["secret"]["secretName"])
+            _write_all(here, secret.get("data") or {})
+            for name, value in environment.items():
+                if value == place or value.startswith(f"{place}/"):
+                    environment[name] = f"{here}{value.removeprefix(place)}"
+        return environment
 
     async def _is_ready(self, container: _Container) -> bool:
         try:
@@ -256,8 +263,16 @@ def _label(pod: Mapping[str, Any], label: str) -> str:
     return str(pod["metadata"]["labels"][label])
 
 
-def _decoded(secret: Mapping[str, Any], key: str) -> str:
-    return base64.b64decode(secret["data"][key]).decode()
+def _write_all(folder: Path, data: Mapping[str, str]) -> None:
+    """Exactly these files, none of which is ever seen half written."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for name, value in data.items():
+        fresh = folder / f".{name}"
+        fresh.write_bytes(base64.b64decode(value))
+        fresh.replace(folder / name)
+    for path in folder.iterdir():
+        if path.name not in data:
+            path.unlink()
 
 
 def _now() -> str:

@@ -54,6 +54,7 @@ def test_the_order_is_of_creation_then_of_names() -> None:
         ("Pending", replace(CALM, stage=None), 1e6, queue.Hold),
         ("Pending", replace(CALM, obstacle=OBSTACLE), 1.0, queue.Hold),
         ("Pending", replace(CALM, obstacle=OBSTACLE), 61.0, queue.Fail),
+        ("Pending", replace(CALM, storage_proved=False), 1e6, queue.Hold),
         ("Pending", replace(CALM, enabled=False), 0.0, queue.Fail),
         ("Pending", replace(CALM, open_id="id"), 0.0, queue.Adopt),
         ("Preparing", CALM, 0.0, queue.Resolve),

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from gym_operator.structural import structural_schema
 from gym_servers.stack.durations import parse_duration
-from gym_servers.stack.spec import SpecError, check_stack_name, parse_spec
+from gym_servers.stack.render import s3_settings
+from gym_servers.stack.spec import SpecError, StackSpec, check_stack_name, parse_spec
 
 Change = Callable[[dict[str, Any]], object]
 
@@ -69,6 +71,19 @@ REFUSALS: list[tuple[Change, str]] = [
     (lambda s: s["checkpoints"]["storage"]["s3"].update(bucket="b/prefix"), "goes into prefix"),
     (lambda s: s["checkpoints"]["storage"]["s3"].update(prefix="/a"), "none at the ends"),
     (lambda s: s["checkpoints"]["storage"]["s3"].update(endpoint="minio:9000"), "http:// or https://"),
+    (lambda s: s["checkpoints"]["storage"]["s3"].update(caSecret="ca"), "begins with https://"),
+    (
+        lambda s: s["checkpoints"]["storage"]["s3"].update(caSecret="ca", endpoint="http://minio:9000"),
+        "caSecret is for an endpoint of your own",
+    ),
+    (
+        lambda s: s["checkpoints"]["storage"]["s3"].update(encryption={"type": "SSE-S3", "kmsKeyID": "k"}),
+        "set type to SSE-KMS, or leave kmsKeyID out",
+    ),
+    (
+        lambda s: s["checkpoints"]["storage"]["s3"].update(encryption={"type": "AES"}),
+        "Input should be 'SSE-S3' or 'SSE-KMS'",
+    ),
     (lambda s: s["checkpoints"].update(prepareTimeout="60"), "a whole number and a unit"),
     (lambda s: s["checkpoints"].update(commitTimeout="25h"), "at most 24h"),
     (lambda s: s["collection"].update(tasks="http://x/y"), "write s3://bucket/key, or a path"),
@@ -82,6 +97,26 @@ def test_refusals_say_what_to_write(spec_document: dict[str, Any], change: Chang
     change(spec_document)
     with pytest.raises(SpecError, match=says.replace("(", r"\(")):
         parse_spec(spec_document)
+
+
+@pytest.mark.parametrize("bucket", ["bucket/", "bucket/team/run", "/bucket", "s3://bucket", "Bucket/x"])
+def test_s5_a_bucket_with_a_slash_is_refused_with_the_fix(spec_document: dict[str, Any], bucket: str) -> None:
+    spec_document["checkpoints"]["storage"]["s3"]["bucket"] = bucket
+    with pytest.raises(SpecError, match="write the bucket's name alone; what follows it goes into prefix"):
+        parse_spec(spec_document)
+    crd = structural_schema(StackSpec)["properties"]["checkpoints"]["properties"]["storage"]["properties"]["s3"]
+    (rule,) = crd["properties"]["bucket"]["x-kubernetes-validations"]
+    assert rule["message"] == "write the bucket's name alone; what follows it goes into prefix"
+
+
+def test_encryption_and_authorities_reach_the_settings(spec_document: dict[str, Any]) -> None:
+    encryption = {"type": "SSE-KMS", "kmsKeyID": "alias/gym"}
+    s3 = {"endpoint": "https://minio:9000", "caSecret": "ca", "encryption": encryption}
+    spec_document["checkpoints"]["storage"]["s3"].update(s3)
+    spec = parse_spec(spec_document).s3
+    assert spec is not None and spec.document()["encryption"] == encryption
+    settings = s3_settings(spec).encryption
+    assert settings is not None and (settings.type, settings.kms_key_id) == ("SSE-KMS", "alias/gym")
 
 
 def test_a_refusal_never_repeats_the_value(spec_document: dict[str, Any]) -> None:

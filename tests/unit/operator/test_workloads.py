@@ -133,34 +133,50 @@ def test_readiness_is_looked_at_every_second_and_liveness_is_patient(children: t
     assert alive["periodSeconds"] * alive["failureThreshold"] >= 60
 
 
-def credentials(children: tuple[Manifest, ...], server: str) -> dict[str, str]:
-    return {
-        entry["name"]: entry["valueFrom"]["secretKeyRef"]["name"]
-        for entry in container_of(children, server)["env"]
-        if entry["name"].startswith("AWS_")
-    }
+def s3_secrets(children: tuple[Manifest, ...], server: str) -> dict[str, str]:
+    """Secrets for S3 that a server's pod mounts, by the variable that says where."""
+    container, pod = container_of(children, server), pod_of(children, server)["spec"]
+    env = {entry["name"]: entry.get("value", "") for entry in container["env"]}
+    found = {}
+    for variable in ("GYM_S3_CREDENTIALS_FOLDER", "GYM_S3_CA_FILE"):
+        for mount in container["volumeMounts"]:
+            if env.get(variable) in (mount["mountPath"], f"{mount['mountPath']}/ca.crt"):
+                (volume,) = [volume for volume in pod["volumes"] if volume["name"] == mount["name"]]
+                assert mount["readOnly"] is True and "subPath" not in mount, "a subPath is never brought up to date"
+                found[variable] = volume["secret"]["secretName"]
+    return found
 
 
-def test_s3_credentials_come_from_the_named_secret(children: tuple[Manifest, ...]) -> None:
+
+def test_s3_credentials_are_files_of_the_named_secret(children: tuple[Manifest, ...]) -> None:
     for server in SERVERS:
-        assert credentials(children, server) == dict.fromkeys(
-            ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), "s3-keys"
-        )
+        assert s3_secrets(children, server) == {"GYM_S3_CREDENTIALS_FOLDER": "s3-keys"}
+        variables = [entry["name"] for entry in container_of(children, server)["env"]]
+        assert not any(name.startswith("AWS_") for name in variables), "a variable never changes in a process"
+
+def test_s4_every_pod_that_uses_the_bucket_trusts_its_authority(
+    context: Build, spec_document: dict[str, Any]
+) -> None:
+    s3 = spec_document["checkpoints"]["storage"]["s3"]
+    s3.update(endpoint="https://minio:9000", caSecret="minio-ca")
+    children = build_children(context(spec_document))
+    for server in SERVERS:
+        assert s3_secrets(children, server)["GYM_S3_CA_FILE"] == "minio-ca"
 
 
 def test_without_a_secret_a_role_is_used(context: Build, spec_document: dict[str, Any]) -> None:
     del spec_document["checkpoints"]["storage"]["s3"]["credentialsSecret"]
     spec_document["serviceAccountName"] = "with-role"
     children = build_children(context(spec_document))
-    assert credentials(children, "env") == {}
+    assert s3_secrets(children, "env") == {}
     assert pod_of(children, "env")["spec"]["serviceAccountName"] == "with-role"
 
 
 def test_a_process_without_storage_gets_no_credentials(context: Build, spec_document: dict[str, Any]) -> None:
     spec_document["checkpoints"]["enabled"] = False
     children = build_children(context(spec_document))
-    assert credentials(children, "env") == {}
-    assert credentials(children, "collection")
+    assert s3_secrets(children, "env") == {}
+    assert s3_secrets(children, "collection")
 
 
 def test_resources_and_pull_settings_reach_the_pod(context: Build, spec_document: dict[str, Any]) -> None:

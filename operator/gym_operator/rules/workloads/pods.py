@@ -10,11 +10,18 @@ from gym_operator.rules.workloads.config import settings_file, settings_text, st
 from gym_operator.rules.workloads.drift import digest
 from gym_servers.stack.render import uses_storage
 from gym_servers.stack.spec import Participant
+from gym_servers.storage.s3_access import CA_FILE, CREDENTIALS_FOLDER
 
 USER: Final = 65532
 CONTAINER: Final = "server"
 SETTINGS_FOLDER: Final = "/etc/gym"
 SECRETS_FOLDER: Final = "/etc/gym-secrets"
+CREDENTIALS: Final = "s3-credentials"
+AUTHORITIES: Final = "s3-authorities"
+CREDENTIALS_MOUNT: Final = "/etc/gym-s3"
+CA_MOUNT: Final = "/etc/gym-s3-ca"
+READABLE: Final = 0o440
+"""For the pod's group, which is the process's."""
 TERMINATION_GRACE_SECONDS: Final = 10
 """Enough to close connections. A death is recovered from a checkpoint, so there is nothing to wait for."""
 
@@ -36,7 +43,7 @@ def pod_template(context: StackContext, participant: Participant) -> Manifest:
             "seccompProfile": {"type": "RuntimeDefault"},
         },
         "containers": [_container(context, participant)],
-        "volumes": _volumes(context, participant.name),
+        "volumes": [*_volumes(context, participant.name), *_s3_volumes(context, participant)],
     }
     if spec.service_account_name:
         pod["serviceAccountName"] = spec.service_account_name
@@ -91,6 +98,7 @@ def _container(context: StackContext, participant: Participant) -> dict[str, Any
             {"name": "settings", "mountPath": SETTINGS_FOLDER, "readOnly": True},
             {"name": "secrets", "mountPath": SECRETS_FOLDER, "readOnly": True},
             {"name": "tmp", "mountPath": "/tmp"},
+            *_s3_mounts(context, participant),
         ],
     }
 
@@ -104,12 +112,11 @@ def _environment(context: StackContext, participant: Participant) -> list[dict[s
         {"name": "GYM_CONTROL_TOKEN_FILE", "value": f"{SECRETS_FOLDER}/{names.CONTROL_TOKEN_KEY}"},
         {"name": "GYM_COOKIE_SECRET_FILE", "value": f"{SECRETS_FOLDER}/{names.COOKIE_SECRET_KEY}"},
     ]
-    s3 = context.spec.s3
-    if s3 is not None and s3.credentials_secret and uses_storage(participant, context.spec):
-        environment += [
-            {"name": key, "valueFrom": {"secretKeyRef": {"name": s3.credentials_secret, "key": key}}}
-            for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
-        ]
+    found = _s3_secrets(context, participant)
+    if CREDENTIALS in found:
+        environment.append({"name": CREDENTIALS_FOLDER, "value": CREDENTIALS_MOUNT})
+    if AUTHORITIES in found:
+        environment.append({"name": CA_FILE, "value": f"{CA_MOUNT}/{names.CA_KEY}"})
     return environment
 
 
@@ -123,10 +130,37 @@ def _volumes(context: StackContext, server: str) -> list[dict[str, Any]]:
                 "items": [{"key": file, "path": file}],
             },
         },
-        {"name": "secrets", "secret": {"secretName": names.control_secret(context.name), "defaultMode": 0o440}},
+        {"name": "secrets", "secret": {"secretName": names.control_secret(context.name), "defaultMode": READABLE}},
         {"name": "tmp", "emptyDir": {}},
     ]
 
 
 def _probe(path: str) -> dict[str, Any]:
+# The Secrets for S3 are files and not variables: a pod sees files change, and a rotation costs no process.
+
+
+def _s3_secrets(context: StackContext, participant: Participant) -> dict[str, str]:
+    """The Secrets that this server's S3 client needs, by the name of their volume."""
+    s3 = context.spec.s3
+    if s3 is None or not uses_storage(participant, context.spec):
+        return {}
+    wanted = {CREDENTIALS: s3.credentials_secret, AUTHORITIES: s3.ca_secret}
+    return {volume: secret for volume, secret in wanted.items() if secret}
+
+
+def _s3_volumes(context: StackContext, participant: Participant) -> list[dict[str, Any]]:
+    return [
+        {"name": volume, "secret": {"secretName": secret, "defaultMode": READABLE}}
+        for volume, secret in _s3_secrets(context, participant).items()
+    ]
+
+
+def _s3_mounts(context: StackContext, participant: Participant) -> list[dict[str, Any]]:
+    places = {CREDENTIALS: CREDENTIALS_MOUNT, AUTHORITIES: CA_MOUNT}
+    return [
+        {"name": volume, "mountPath": places[volume], "readOnly": True}
+        for volume in _s3_secrets(context, participant)
+    ]
+
+
     return {"httpGet": {"path": path, "port": names.DATA_PORT_NAME}}
