@@ -21,6 +21,7 @@ from fastapi import FastAPI
 from gym_servers.assemble import Server, assemble
 from gym_servers.control.app import control_app
 from gym_servers.control.plane import ControlPlane
+from gym_servers.control.tokens import tokens_of_process
 from gym_servers.stack.settings import ServerSettings, SettingsError, read_secret
 
 log = logging.getLogger("gym_servers")
@@ -68,7 +69,7 @@ def prepare(settings: ServerSettings) -> tuple[list[uvicorn.Server], Server]:
         plane = ControlPlane(
             server.participant, server.author, server.open_store, grace=settings.checkpoint.lease_grace_seconds
         )
-        control = control_app(plane, read_secret("GYM_CONTROL_TOKEN"))
+        control = control_app(plane, tokens_of_process())
         listeners.insert(0, listener(control, settings.host, settings.control_port))
         server = replace(server, ending=plane.parking)
     return listeners, server

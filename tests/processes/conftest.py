@@ -110,7 +110,8 @@ class Run:
         return await self.runner.controller.take(f"{name}-{time.time_ns():x}", name, tell)
 
     def entries(self) -> list[dict[str, Any]]:
-        text = (self.folder / "journal.jsonl").read_text()
+        journal = self.folder / "journal.jsonl"
+        text = journal.read_text() if journal.exists() else ""  # made by its first entry
         return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
     def effects(self) -> int:
@@ -136,14 +137,16 @@ def collecting(s3: SeaweedFS, tmp_path: Path, request: pytest.FixtureRequest) ->
     """Start a collection whose rollouts last about `steps` tool rounds each."""
 
     @asynccontextmanager
-    async def start(rollouts: int = 4, steps: int = 12, rate: float = 120.0) -> AsyncIterator[Run]:
+    async def start(
+        rollouts: int = 4, steps: int = 12, rate: float = 120.0, endpoint: str = s3.endpoint
+    ) -> AsyncIterator[Run]:
         prefix = tmp_path.name.lower().replace("_", "-")
         rows = counter_rows(rollouts, 7, (steps, steps + 3))
         (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         said: list[tuple[str, str]] = []
-        reach = S3Settings(bucket=BUCKET, endpoint=s3.endpoint, region=REGION, addressing_style="path")
+        reach = S3Settings(bucket=BUCKET, endpoint=endpoint, region=REGION, addressing_style="path")
         async with engine_process(tmp_path, tmp_path / "journal.jsonl", rate) as engine:
-            stack = local_stack(document(tmp_path, engine, rollouts, s3.endpoint, prefix), tmp_path)
+            stack = local_stack(document(tmp_path, engine, rollouts, endpoint, prefix), tmp_path)
             async with running(stack, tmp_path, lambda _, reason, text: said.append((reason, text))) as runner:
 
                 async def watch(_: View) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gym_operator.effects.kube import CHECKPOINTS, PODS, STACKS
+from gym_operator.effects.kube import CHECKPOINTS, PODS, SECRETS, STACKS
+from gym_operator.effects.storage import StackStorage
 from gym_operator.rules.cell_record import from_document
 from gym_rig.cell import IDENTITY
 from gym_rig.fake_kube import FakeKube
@@ -19,6 +21,7 @@ from gym_servers.local.demo import account_of
 from gym_servers.storage.directory import DirectoryStore
 from gym_servers.storage.locate import open_store
 from gym_servers.storage.manifest import CHECKPOINT, read_publication
+from gym_servers.storage.ownership import Owner, claim
 from gym_servers.storage.store import ObjectMissing, StorageError
 
 ROWS = 6
@@ -321,3 +324,67 @@ async def test_a_checkpoint_is_final_only_when_storage_has_been_asked(
         assert rig.status()["cells"][0]["recoveries"][-1].get("checkpoint") == (
             status["checkpointID"] if landed else None
         )
+
+
+async def test_a_storage_that_lets_second_writes_through_takes_no_checkpoint_and_costs_no_rollout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DirectoryStore, "create", DirectoryStore.replace)
+    async with operated(tmp_path, rows()) as rig:
+        await under_way(rig)
+        await rig.until(lambda: rig.conditions()["StorageReady"]["status"] == "False", "found out")
+        assert rig.conditions()["StorageReady"]["reason"] == "CreateOnlyUnsupported"
+        status = await taken(rig, "unsafe")
+        assert (status["phase"], status["reason"]) == ("Failed", "CreateOnlyUnsupported")
+        assert "uri" not in status, "it was never begun"
+        await to_the_end(rig)
+
+
+async def test_no_checkpoint_begins_before_the_storage_is_proved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proved, look = asyncio.Event(), StackStorage._look
+
+    async def slow(self: StackStorage) -> None:
+        await proved.wait()
+        await look(self)
+
+    monkeypatch.setattr(StackStorage, "_look", slow)
+    async with operated(tmp_path, rows()) as rig:
+        await under_way(rig)
+        rig.checkpoint("early")
+        await rig.until(lambda: rig.status(CHECKPOINTS, "early").get("phase") == "Pending", "held")
+        assert rig.status(CHECKPOINTS, "early")["reason"] == "StorageUnproved"
+        proved.set()
+        await rig.until(lambda: rig.final("early"), "final")
+        assert rig.status(CHECKPOINTS, "early")["phase"] == "Succeeded"
+
+
+async def test_s6_a_stack_of_another_cluster_s_copy_takes_no_checkpoint(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows()) as rig:
+        marker = DirectoryStore(Path(rig.cell.root).parent)
+        claim(marker, Owner(cluster="another", stack_uid=IDENTITY.uid, namespace="local", name="rig"))
+        assert rig.operator is not None
+        rig.kill_operator()
+        rig.start_operator(cluster="ours")
+        await under_way(rig)
+        await rig.until(lambda: rig.conditions()["StorageReady"]["status"] == "False", "found out")
+        assert rig.conditions()["StorageReady"]["reason"] == "OwnedByAnother"
+        assert (await taken(rig, "astray"))["reason"] == "OwnedByAnother"
+
+
+async def test_the_control_token_is_rotated_under_an_operator_at_work(tmp_path: Path) -> None:
+    """The processes of the rig know the old one alone, as pods whose kubelet has not come by."""
+    async with operated(tmp_path, rows()) as rig:
+        await under_way(rig)
+        secret = rig.kube.objects[SECRETS, IDENTITY.namespace, "rig-control"]["data"]
+        rotated = {
+            "control-token": base64.b64encode(b"new").decode(),
+            "control-token-previous": secret["control-token"],
+        }
+        rig.kube.set(SECRETS, IDENTITY.namespace, "rig-control", data={**secret, **rotated})
+        rig.kill_operator()
+        rig.start_operator()  # it knows the new Secret from its first moment
+        assert (await taken(rig, "one"))["phase"] == "Succeeded"
+        assert rig.record().get("attempt", 0) == 0
+        await to_the_end(rig)

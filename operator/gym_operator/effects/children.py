@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import base64
+import binascii
 import secrets
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from gym_operator.api import names
 from gym_operator.api.conditions import ConditionReason
@@ -24,16 +25,35 @@ PRUNED: Final = ("StatefulSet", "Service")
 """Kinds of which a server taken out of the spec leaves objects behind."""
 
 
-class ForeignChild(Exception):
-    """A name that a child needs is taken by an object of somebody else."""
+class ChildProblem(Exception):
+    """A child is not as the stack needs it, and only a person can mend that; the message says how."""
+
+    reason = ConditionReason.NAME_CONFLICT
 
     @property
     def problem(self) -> Problem:
-        return Problem(ConditionReason.NAME_CONFLICT, str(self))
+        return Problem(self.reason, str(self))
 
 
-async def ensure_secret(kube: Kube, context: StackContext) -> str:
-    """The stack's control token, out of its Secret, made if there is none. Raises ForeignChild, KubeError."""
+class ForeignChild(ChildProblem):
+    """A name that a child needs is taken by an object of somebody else."""
+
+
+class SecretInvalid(ChildProblem):
+    """Somebody has changed the Secret with the control token to what cannot be used."""
+
+    reason = ConditionReason.CONTROL_SECRET_INVALID
+
+
+class ControlTokens(NamedTuple):
+    """What opens the control ports; `previous` is empty unless a rotation goes on."""
+
+    current: str
+    previous: str
+
+
+async def ensure_secret(kube: Kube, context: StackContext) -> ControlTokens:
+    """The stack's control tokens, out of its Secret, made if there is none. Raises ChildProblem, KubeError."""
     namespace, resource = context.identity.namespace, CHILDREN["Secret"]
     name = names.control_secret(context.name)
     try:
@@ -45,7 +65,20 @@ async def ensure_secret(kube: Kube, context: StackContext) -> str:
         except Conflict:
             found = await kube.get(resource, namespace, name)
     _own(found, context, "Secret")
-    return base64.b64decode(found["data"][names.CONTROL_TOKEN_KEY]).decode()
+    current = _decoded(found, names.CONTROL_TOKEN_KEY)
+    if not current:
+        raise SecretInvalid(
+            f"Secret {name} has no {names.CONTROL_TOKEN_KEY} that is a text: put a random one there, and the one "
+            f"before into {names.PREVIOUS_TOKEN_KEY} for a few minutes"
+        )
+    return ControlTokens(current, _decoded(found, names.PREVIOUS_TOKEN_KEY))
+
+
+def _decoded(secret: Body, key: str) -> str:
+    try:
+        return base64.b64decode(secret["data"][key]).decode().strip()
+    except (KeyError, TypeError, binascii.Error, UnicodeDecodeError):
+        return ""
 
 
 async def ensure_children(kube: Kube, context: StackContext, *, running: bool) -> None:

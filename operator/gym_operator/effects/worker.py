@@ -21,7 +21,7 @@ from gym_operator.api.conditions import ConditionReason
 from gym_operator.api.stack import GymStack, StackStatus
 from gym_operator.effects.cache import Cache, Key
 from gym_operator.effects.checkpoints import Checkpoints
-from gym_operator.effects.children import ForeignChild, ensure_children, ensure_secret
+from gym_operator.effects.children import ChildProblem, ControlTokens, ensure_children, ensure_secret
 from gym_operator.effects.events import Events, Subject
 from gym_operator.effects.kube import Kube, KubeError
 from gym_operator.effects.kube_host import KubeCellHost
@@ -119,7 +119,7 @@ class StackWorker:
         self._controller: CellController | None = None
         self._good: GymStack | None = None
         self._observed: Observed | None = None
-        self._token = ""
+        self._tokens: ControlTokens | None = None
         self._loaded = False
         self._stand_by_until = float("-inf")
         self._ensured: Ensured | None = None
@@ -233,9 +233,9 @@ class StackWorker:
         context = StackContext(stack.identity, stack.spec, self._s.operator_namespace)
         problem, trouble = None, ""
         try:
-            self._token = await ensure_secret(self._s.kube, context)
+            self._tokens = await ensure_secret(self._s.kube, context)
             await ensure_children(self._s.kube, context, running=not stack.spec.suspend)
-        except ForeignChild as error:
+        except ChildProblem as error:
             problem = error.problem
         except KubeError as error:
             trouble = str(error)
@@ -257,7 +257,7 @@ class StackWorker:
 
     async def _tend_cell(self, stack: GymStack) -> tuple[View | None, str]:
         """Look at the cell and do what follows; the view, and what the cell waits for."""
-        if not self._token:
+        if self._tokens is None:
             return None, ""  # nothing of this stack runs yet
         if not stack.spec.checkpoints.enabled:
             await self._let_go("CheckpointsDisabled", "checkpoints were turned off")
@@ -305,10 +305,12 @@ class StackWorker:
     def _settings(self, stack: GymStack) -> CellSettings:
         spec = stack.spec
         assert spec.checkpoints.storage is not None  # the spec demands it where checkpoints are enabled
+        assert self._tokens is not None  # without them nothing of this stack runs
         return CellSettings(
             stack_uid=self.uid,
             cell=0,
-            token=self._token,
+            token=self._tokens.current,
+            previous_token=self._tokens.previous,
             root=checkpoint_root(spec.checkpoints.storage, stack.identity, 0),
             policy=spec.recovery.policy,
             backoff_limit=spec.recovery.backoff_limit,
@@ -408,9 +410,9 @@ class StackWorker:
             free=view is not None and isinstance(view.step, decide.Tend) and not self._busy,
             open_id=record.open.checkpoint_id if record and record.open else None,
             obstacle=obstacle,
+            storage_proved=self._storage.state.ok is True,
         )
 
-            storage_proved=self._storage.state.ok is True,
     @property
     def _busy(self) -> bool:
         return self._controller is not None and self._controller.busy

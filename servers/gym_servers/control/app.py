@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
@@ -10,6 +9,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 
 from gym_servers.control.plane import ControlPlane
+from gym_servers.control.tokens import ControlTokens, only
 from gym_servers.http.apps import install_errors
 from gym_servers.protocol import messages as m
 from gym_servers.protocol.errors import ProtocolError
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
 class BearerOnly:
     """Answers 401 before a body is looked at: whoever has no token learns nothing, not even what would be valid."""
 
-    def __init__(self, app: ASGIApp, token: str) -> None:
-        self._app, self._expected = app, f"Bearer {token}".encode()
+    def __init__(self, app: ASGIApp, tokens: ControlTokens) -> None:
+        self._app, self._tokens = app, tokens
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = Headers(scope=scope).get("authorization", "").encode() if scope["type"] == "http" else b""
-        if scope["type"] == "http" and not hmac.compare_digest(given, self._expected):
+        if scope["type"] == "http" and not self._tokens.admits(given):
             refusal = ProtocolError("unauthorized", "send the stack's control token as a bearer token")
             await JSONResponse(refusal.body(), refusal.status)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
 
-def control_app(plane: ControlPlane, token: str) -> FastAPI:
-    """The application for the control port. Everything on it needs the bearer token."""
+def control_app(plane: ControlPlane, tokens: ControlTokens | str) -> FastAPI:
+    """The application for the control port. Everything on it needs a bearer token that is good."""
     app = FastAPI(title="ng-control v1", docs_url=None, redoc_url=None)
     install_errors(app)
-    app.add_middleware(BearerOnly, token=token)
+    app.add_middleware(BearerOnly, tokens=only(tokens) if isinstance(tokens, str) else tokens)
     prefix = m.PREFIX
 
     @app.get(f"{prefix}/status")

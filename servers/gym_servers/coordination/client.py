@@ -20,6 +20,7 @@ from gym_servers.protocol.errors import ProtocolError, refusal_of
 
 RETRY_SECONDS = 0.2
 REPLY_GRACE_SECONDS = 2.0  # a participant answers at its deadline; its answer needs a moment to come back
+UNAUTHORIZED = 401
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -38,6 +39,7 @@ class ParticipantClient:
     token: str = field(repr=False)
     http: httpx.AsyncClient
     wall: Callable[[], float] = time.time
+    previous_token: str = field(default="", repr=False)  # good where a rotation of the token has not arrived yet
 
     async def status(self, timeout: float = 2.0) -> m.Status:
         """One try. Raises Unreachable, ProtocolError."""
@@ -69,13 +71,9 @@ class ParticipantClient:
         self, method: str, verb: str, content: dict[str, object] | None, reply: type[T], timeout: float
     ) -> T:
         try:
-            response = await self.http.request(
-                method,
-                f"{self.url}{m.PREFIX}/{verb}",
-                json=content,
-                headers={"authorization": f"Bearer {self.token}"},
-                timeout=httpx.Timeout(timeout, connect=min(timeout, 2.0)),
-            )
+            response = await self._ask(method, verb, content, self.token, timeout)
+            if response.status_code == UNAUTHORIZED and self.previous_token:
+                response = await self._ask(method, verb, content, self.previous_token, timeout)
             body = response.json()
         except (httpx.TransportError, ValueError) as error:
             raise Unreachable(f"{self.name} does not answer on control: {type(error).__name__}") from error
@@ -88,3 +86,14 @@ class ParticipantClient:
         if refusal is not None:
             raise ProtocolError(refusal.code, f"{self.name}: {refusal.detail}")
         raise Unreachable(f"{self.name} answered {verb} with status {response.status_code}")
+
+    async def _ask(
+        self, method: str, verb: str, content: dict[str, object] | None, token: str, timeout: float
+    ) -> httpx.Response:
+        return await self.http.request(
+            method,
+            f"{self.url}{m.PREFIX}/{verb}",
+            json=content,
+            headers={"authorization": f"Bearer {token}"},
+            timeout=httpx.Timeout(timeout, connect=min(timeout, 2.0)),
+        )

@@ -101,6 +101,7 @@ class CellSettings:
     prepare_timeout: float = 60.0
     commit_timeout: float = 120.0
     lease_grace: float = 60.0
+    previous_token: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True)
@@ -154,9 +155,7 @@ class CellController:
         """One look and what follows from it. Raises StorageError where a decision needs storage that is away."""
         processes = await self._host.processes()
         self._clients = [
-            ParticipantClient(p.name, p.kind, p.control_url, self.settings.token, self._http, self._wall)
-            for p in processes
-            if p.control_url is not None and p.alive
+            self._client(p.name, p.kind, p.control_url) for p in processes if p.control_url is not None and p.alive
         ]
         answers = await asyncio.gather(*(self._status(client) for client in self._clients))
         statuses = {c.name: status for c, status in zip(self._clients, answers, strict=True)}
@@ -164,6 +163,10 @@ class CellController:
         step = await self._after_install(seen) or d.next_step(self.record, seen, busy=self.busy)
         await self._act(step, seen)
         return View(self.record, seen, {p.name: p.kind for p in processes}, step)
+
+    def _client(self, name: str, kind: str, url: str) -> ParticipantClient:
+        token, previous = self.settings.token, self.settings.previous_token
+        return ParticipantClient(name, kind, url, token, self._http, self._wall, previous)
 
     async def _status(self, client: ParticipantClient) -> Status | None:
         try:

@@ -159,3 +159,11 @@ def read_secret(name: str) -> str:
     if not value:
         raise SettingsError(f"no secret: set {name}_FILE to a file that holds it, or {name}")
     return value
+
+
+def read_optional_secret(name: str) -> str:
+    """As `read_secret`; empty where there is none, also where its file is not there."""
+    try:
+        return read_secret(name)
+    except SettingsError:
+        return ""

@@ -44,7 +44,7 @@ LOOK_SECONDS = 0.05
 class Operator:
     """One operator: its fleet and what it stands on. Killed, nothing of it has any effect any more."""
 
-    def __init__(self, rig: OperatedRig) -> None:
+    def __init__(self, rig: OperatedRig, cluster: str | None) -> None:
         self.alive = Alive()
         self.session = Session(rig.kube)
         transport = PodTransport(rig.cell.network.transport(self.alive))
@@ -58,6 +58,7 @@ class Operator:
             "gym-system",
             clock,
             clock,
+            cluster,
         )
         self.fleet = Fleet(services)
         self.beside = asyncio.create_task(self.fleet.run())
@@ -159,8 +160,8 @@ class OperatedRig:
 
     # ---- the operator -------------------------------------------------------------------------------------
 
-    def start_operator(self) -> Operator:
-        operator = self.operator = Operator(self)
+    def start_operator(self, cluster: str | None = None) -> Operator:
+        operator = self.operator = Operator(self, cluster)
         operator.session.on_cut = self.kill_operator
         for (resource, _, _), body in list(self.kube.objects.items()):
             operator.told(resource, False, body)

@@ -15,12 +15,14 @@ from gym_operator.api.checkpoint import CheckpointStatus
 from gym_operator.api.conditions import ConditionReason
 from gym_operator.api.stack import StackStatus
 from gym_operator.effects.cache import Cache, Key
-from gym_operator.effects.children import ForeignChild, ensure_children, ensure_secret
+from gym_operator.effects.children import ChildProblem, ForeignChild, ensure_children, ensure_secret
+from gym_operator.effects.cluster import cluster_id
 from gym_operator.effects.events import Events, Subject
 from gym_operator.effects.kube import (
     CHECKPOINTS,
     CHILDREN,
     EVENTS,
+    NAMESPACES,
     NODES,
     PODS,
     SECRETS,
@@ -38,7 +40,7 @@ from gym_operator.rules.workloads import StackContext
 from gym_rig.fake_kube import FakeKube
 from gym_servers.coordination.record import CellRecord, Stage
 from gym_servers.stack.spec import StorageSpec
-from gym_servers.storage.store import StorageError
+from gym_servers.storage.store import StorageError, StorageProblem
 
 NS = "team"
 STACK_UID = "stack-uid"
@@ -139,8 +141,9 @@ async def test_children_are_made_once_and_written_again_on_drift(
     kube: FakeKube, context: Callable[[dict[str, Any]], StackContext], spec_document: dict[str, Any]
 ) -> None:
     stack_context = context(spec_document)
-    token = await ensure_secret(kube, stack_context)
-    assert await ensure_secret(kube, stack_context) == token
+    tokens = await ensure_secret(kube, stack_context)
+    assert tokens.current and not tokens.previous
+    assert await ensure_secret(kube, stack_context) == tokens
     await ensure_children(kube, stack_context, running=True)
     made = len(kube.writes)
     await ensure_children(kube, stack_context, running=True)
@@ -153,6 +156,29 @@ async def test_children_are_made_once_and_written_again_on_drift(
     left = {name for resource, _, name in kube.objects if resource == CHILDREN["StatefulSet"]}
     assert left == {"demo-env", "demo-policy", "demo-agent", "demo-counter"}
     assert (CHILDREN["Service"], "team", "demo-collection-0") not in kube.objects
+
+
+async def test_a_rotated_control_token_is_read_with_the_one_before(
+    kube: FakeKube, context: Callable[[dict[str, Any]], StackContext], spec_document: dict[str, Any]
+) -> None:
+    stack_context = context(spec_document)
+    old = (await ensure_secret(kube, stack_context)).current
+    data = kube.objects[SECRETS, NS, "demo-control"]["data"]
+    rotated = {"control-token": base64.b64encode(b"new").decode(), "control-token-previous": data["control-token"]}
+    kube.set(SECRETS, NS, "demo-control", data={**data, **rotated})
+    assert await ensure_secret(kube, stack_context) == ("new", old)
+
+
+@pytest.mark.parametrize("data", [{}, {"control-token": ""}, {"control-token": "/w=="}, None])
+async def test_a_control_secret_without_a_token_is_named(
+    kube: FakeKube, context: Callable[[dict[str, Any]], StackContext], spec_document: dict[str, Any], data: Any
+) -> None:
+    stack_context = context(spec_document)
+    await ensure_secret(kube, stack_context)
+    kube.set(SECRETS, NS, "demo-control", data=data)
+    with pytest.raises(ChildProblem, match="Secret demo-control has no control-token that is a text") as refused:
+        await ensure_secret(kube, stack_context)
+    assert refused.value.problem.reason is ConditionReason.CONTROL_SECRET_INVALID
 
 
 async def test_what_belongs_to_somebody_else_is_not_touched(
@@ -330,7 +356,7 @@ async def test_missing_credentials_are_named(kube: FakeKube, data: Any, words: s
     if data is not None:
         kube.put(SECRETS, NS, {"metadata": {"name": "keys"}, "data": data})
     storage = StackStorage(kube, NS)
-    await storage.tend(SPEC, "s3://bucket/stack/cell-0")
+    await storage.tend(SPEC, "s3://bucket/stack")
     assert (storage.state.ok, storage.state.reason) == (False, ConditionReason.CREDENTIALS_MISSING)
     assert words in storage.state.message
     with pytest.raises(StorageError, match="Secret keys"):
@@ -342,14 +368,39 @@ async def test_no_secret_is_ever_shown(kube: FakeKube) -> None:
     data = {"AWS_ACCESS_KEY_ID": secret, "AWS_SECRET_ACCESS_KEY": secret}
     kube.put(SECRETS, NS, {"metadata": {"name": "keys"}, "data": data})
     storage = StackStorage(kube, NS)
-    await storage.tend(SPEC, "s3://bucket/stack/cell-0")
+    await storage.tend(SPEC, "s3://bucket/stack")
     storage.close()
     assert "very-secret" not in repr(vars(storage))
 
 
+def test_every_problem_of_a_storage_is_a_reason_of_the_condition() -> None:
+    for problem in StorageProblem:
+        assert ConditionReason(problem.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "found"), [(None, "cluster-uid"), (403, None), (404, None), (500, "raises"), (0, "raises")]
+)
+async def test_s6_the_cluster_is_known_by_its_first_namespace(
+    kube: FakeKube, monkeypatch: pytest.MonkeyPatch, error: int | None, found: str | None
+) -> None:
+    kube.put(NAMESPACES, None, {"metadata": {"name": "kube-system", "uid": "cluster-uid"}})  # type: ignore[arg-type]
+
+    async def refuse(*_: Any) -> Any:
+        raise KubeError(error or 0, "no")
+
+    if error is not None:
+        monkeypatch.setattr(kube, "get", refuse)
+    if found == "raises":
+        with pytest.raises(KubeError):
+            await cluster_id(kube)
+    else:
+        assert await cluster_id(kube) == found
+
+
 async def test_a_directory_is_probed_by_writing(kube: FakeKube, tmp_path: Any) -> None:
     storage = StackStorage(kube, NS)
-    root = str(tmp_path / "cell-0")
+    root = str(tmp_path / "stack")
     await storage.tend(StorageSpec(directory=str(tmp_path)), root)
     assert storage.state.ok is None
     await until(lambda: storage.state.ok is not None)

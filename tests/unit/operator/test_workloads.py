@@ -113,6 +113,7 @@ def test_a_process_finds_its_settings_cell_and_secrets(children: tuple[Manifest,
     assert "pod-index" in env["GYM_CELL"]["valueFrom"]["fieldRef"]["fieldPath"]
     for variable, key in (
         ("GYM_CONTROL_TOKEN_FILE", names.CONTROL_TOKEN_KEY),
+        ("GYM_CONTROL_TOKEN_PREVIOUS_FILE", names.PREVIOUS_TOKEN_KEY),
         ("GYM_COOKIE_SECRET_FILE", names.COOKIE_SECRET_KEY),
     ):
         assert env[variable]["value"] == f"{mounts['secrets']}/{key}"
@@ -122,7 +123,7 @@ def test_a_process_finds_its_settings_cell_and_secrets(children: tuple[Manifest,
 def test_the_secret_s_keys_are_the_files_pods_read(context: Build, spec_document: dict[str, Any]) -> None:
     secret = build_control_secret(context(spec_document), "token", "cookie")
     assert secret["stringData"] == {"control-token": "token", "cookie-secret": "cookie"}
-    assert secret["immutable"] is True
+    assert "immutable" not in secret, "the token is rotated in it, under pods that run"
 
 
 def test_readiness_is_looked_at_every_second_and_liveness_is_patient(children: tuple[Manifest, ...]) -> None:
@@ -147,12 +148,12 @@ def s3_secrets(children: tuple[Manifest, ...], server: str) -> dict[str, str]:
     return found
 
 
-
 def test_s3_credentials_are_files_of_the_named_secret(children: tuple[Manifest, ...]) -> None:
     for server in SERVERS:
         assert s3_secrets(children, server) == {"GYM_S3_CREDENTIALS_FOLDER": "s3-keys"}
         variables = [entry["name"] for entry in container_of(children, server)["env"]]
         assert not any(name.startswith("AWS_") for name in variables), "a variable never changes in a process"
+
 
 def test_s4_every_pod_that_uses_the_bucket_trusts_its_authority(
     context: Build, spec_document: dict[str, Any]

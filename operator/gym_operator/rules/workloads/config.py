@@ -37,9 +37,10 @@ def config_map(context: StackContext) -> Manifest:
 
 
 def control_secret(context: StackContext, control_token: str, cookie_secret: str) -> Manifest:
-    """`<stack>-control`, made once with random values and never changed.
+    """`<stack>-control`, made once with random values.
 
-    The cookie secret must outlive every pod: sessions inside checkpoints are signed with it.
+    The token can be rotated, with the old one beside it for a while. The cookie secret must outlive every pod:
+    sessions inside checkpoints are signed with it.
     """
     return child(
         context,
@@ -48,6 +49,5 @@ def control_secret(context: StackContext, control_token: str, cookie_secret: str
         names.control_secret(context.name),
         stack_labels(context),
         type="Opaque",
-        immutable=True,
         stringData={names.CONTROL_TOKEN_KEY: control_token, names.COOKIE_SECRET_KEY: cookie_secret},
     )

@@ -110,6 +110,7 @@ def _environment(context: StackContext, participant: Participant) -> list[dict[s
             "valueFrom": {"fieldRef": {"fieldPath": f"metadata.labels['{names.POD_INDEX_LABEL}']"}},
         },
         {"name": "GYM_CONTROL_TOKEN_FILE", "value": f"{SECRETS_FOLDER}/{names.CONTROL_TOKEN_KEY}"},
+        {"name": "GYM_CONTROL_TOKEN_PREVIOUS_FILE", "value": f"{SECRETS_FOLDER}/{names.PREVIOUS_TOKEN_KEY}"},
         {"name": "GYM_COOKIE_SECRET_FILE", "value": f"{SECRETS_FOLDER}/{names.COOKIE_SECRET_KEY}"},
     ]
     found = _s3_secrets(context, participant)
@@ -135,7 +136,6 @@ def _volumes(context: StackContext, server: str) -> list[dict[str, Any]]:
     ]
 
 
-def _probe(path: str) -> dict[str, Any]:
 # The Secrets for S3 are files and not variables: a pod sees files change, and a rotation costs no process.
 
 
@@ -163,4 +163,5 @@ def _s3_mounts(context: StackContext, participant: Participant) -> list[dict[str
     ]
 
 
+def _probe(path: str) -> dict[str, Any]:
     return {"httpGet": {"path": path, "port": names.DATA_PORT_NAME}}
