@@ -39,10 +39,15 @@ class Subject:
 
 
 class Events:
-    """A queue of Events and the task that posts them."""
+    """A queue of Events and the task that posts them. `said` is told of each: kind, namespace, level, reason."""
 
-    def __init__(self, kube: Kube, monotonic: Callable[[], float] = time.monotonic) -> None:
-        self._kube, self._monotonic = kube, monotonic
+    def __init__(
+        self,
+        kube: Kube,
+        monotonic: Callable[[], float] = time.monotonic,
+        said: Callable[[str, str, str, str], None] = lambda *_: None,
+    ) -> None:
+        self._kube, self._monotonic, self._told = kube, monotonic, said
         self._queue: asyncio.Queue[tuple[str, dict[str, Any]]] = asyncio.Queue(MAX_QUEUE)
         self._said: dict[tuple[str, str, str], float] = {}
 
@@ -63,6 +68,7 @@ class Events:
             reason,
             message,
         )
+        self._told(subject.kind, subject.namespace, level, reason)
         if not self._queue.full():
             self._queue.put_nowait((subject.namespace, _event(subject, level, reason, message)))
 

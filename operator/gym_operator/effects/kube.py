@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -113,6 +113,8 @@ class ApiKube:
     """The API server, through one shared client."""
 
     client: ApiClient
+    refused: Callable[[str, int], None] = lambda verb, status: None
+    """Told of every refusal and of every request without an answer: HTTP verb, and status or 0."""
 
     async def get(self, resource: Resource, namespace: str | None, name: str) -> Body:
         return await self._call("GET", resource.path(namespace, name))
@@ -156,16 +158,18 @@ class ApiKube:
             response = await self.client.call_api(*serialized, _request_timeout=timeout)
             data = await response.read()  # type: ignore[no-untyped-call]
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            self.refused(method, 0)
             raise KubeError(0, f"the API server does not answer: {type(error).__name__}") from error
         if response.status >= 400:
+            self.refused(method, response.status)
             raise _refusal(response.status, data)
         found: Body = json.loads(data)
         return found
 
 
-async def connect(kubeconfig: str | None) -> ApiKube:
+async def connect(kubeconfig: str | None, refused: Callable[[str, int], None] = lambda verb, status: None) -> ApiKube:
     """A client for the cluster this runs in, or for the one a kubeconfig names. Raises KubeConfigError."""
-    return ApiKube(ApiClient(await load_configuration(kubeconfig)))
+    return ApiKube(ApiClient(await load_configuration(kubeconfig)), refused)
 
 
 async def load_configuration(kubeconfig: str | None) -> Configuration:

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import httpx
@@ -25,6 +25,7 @@ from gym_operator.effects.children import ChildProblem, ControlTokens, ensure_ch
 from gym_operator.effects.events import Events, Subject
 from gym_operator.effects.kube import Kube, KubeError
 from gym_operator.effects.kube_host import KubeCellHost
+from gym_operator.effects.metrics import Metrics
 from gym_operator.effects.status_writers import Gone, StackWriter, Superseded
 from gym_operator.effects.storage import StackStorage
 from gym_operator.rules.cell_record import tried_again
@@ -79,6 +80,7 @@ class Services:
     monotonic: Callable[[], float] = time.monotonic
     cluster: str | None = None
     """The cluster's id, None where it may not be read."""
+    metrics: Metrics = field(default_factory=Metrics)
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ class StackWorker:
                 # A fault of ours in one stack must not end the work for it, nor for the others.
                 log.exception("stack %s/%s: a pass failed", *self.key)
                 pause = 5 * TROUBLE_SECONDS
-            log.debug("stack %s/%s: pass of %.3f s", *self.key, self._s.monotonic() - self.pass_began)
+            self._s.metrics.passed(self._s.monotonic() - self.pass_began)
             self.pass_began = None
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), pause)

@@ -16,6 +16,7 @@ from gym_operator.effects.cluster import cluster_id
 from gym_operator.effects.events import Events
 from gym_operator.effects.fleet import Fleet
 from gym_operator.effects.kube import CHECKPOINTS, STACKS, ApiKube, KubeError, NotFound, connect
+from gym_operator.effects.metrics import Metrics
 from gym_operator.effects.transport import pod_client
 from gym_operator.effects.worker import Services
 from gym_operator.handlers.health import serving_health
@@ -37,14 +38,17 @@ async def operate(
     """Run until SIGTERM or SIGINT. Raises StartError, KubeConfigError."""
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadPoolExecutor(STORAGE_THREADS, thread_name_prefix="storage"))
-    kube = await connect(kubeconfig)
+    metrics = Metrics()
+    kube = await connect(kubeconfig, metrics.refused)
     http, transport = pod_client()
     try:
         await _check(kube, namespaces)
         cluster = await _identify(kube)
-        services = Services(kube, Cache(transport), Events(kube), http, operator_namespace, cluster=cluster)
+        cache, events = Cache(transport), Events(kube, said=metrics.said)
+        services = Services(kube, cache, events, http, operator_namespace, cluster=cluster, metrics=metrics)
         fleet = Fleet(services, namespaces)
-        async with serving_health(health_port, fleet.health):
+        metrics.watch(lambda: iter(cache.stacks.values()), fleet.health)
+        async with serving_health(health_port, fleet.health, metrics):
             beside = asyncio.create_task(fleet.run())
 
             async def end() -> None:
