@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,15 @@ import pytest
 import yaml
 
 from gym_kit import tools
+from gym_rig.virtual import VirtualLoop
 
 CHARTS = Path(__file__).parents[2] / "charts"
+
+
+def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], VirtualLoop]]:
+    """Where an operator works under a rendered role, time is virtual."""
+    return {"virtual": VirtualLoop}
+
 
 Objects = dict[tuple[str, str], dict[str, Any]]
 Helm = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -16,6 +16,23 @@ app.kubernetes.io/name: gym-operator
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 
+{{/* Not the operator's name: neither its Service nor the network policies of stacks may take a test for it. */}}
+{{- define "gym-operator.testLabels" -}}
+app.kubernetes.io/name: gym-operator-test
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "gym-operator.priorityClassName" -}}
+{{- if .Values.priorityClass.create -}}
+{{- if .Values.priorityClassName -}}
+{{- fail "set either priorityClassName, for one that exists, or priorityClass.create" -}}
+{{- end -}}
+{{ include "gym-operator.fullname" . }}
+{{- else -}}
+{{ .Values.priorityClassName }}
+{{- end -}}
+{{- end }}
+
 {{- define "gym-operator.labels" -}}
 {{ include "gym-operator.selectorLabels" . }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
@@ -31,15 +48,15 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 {{- end }}
 
-{{/* What the operator may do where stacks live. Each rule says what it is for. */}}
+{{/* What the operator may do where stacks live. Each rule says what it is for. It replaces and never patches. */}}
 {{- define "gym-operator.rules" -}}
-# Its own kinds. `patch` of the objects is for the finalizer and for progress in annotations.
+# Its own kinds: it reads specs and writes statuses.
 - apiGroups: [gymops.dev]
   resources: [gymstacks, gymcheckpoints]
-  verbs: [get, list, watch, patch, update]
+  verbs: [get, list, watch]
 - apiGroups: [gymops.dev]
   resources: [gymstacks/status, gymcheckpoints/status]
-  verbs: [get, patch, update]
+  verbs: [update]
 # Children block the deletion of their stack, which takes the right to change the stack's finalizers.
 - apiGroups: [gymops.dev]
   resources: [gymstacks/finalizers]
@@ -47,25 +64,45 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 # Deaths are seen on pods; a recovery deletes the pods of its cell.
 - apiGroups: [""]
   resources: [pods]
-  verbs: [get, list, watch, delete]
+  verbs: [list, watch, delete]
 # A server taken out of a stack loses its workload and its services.
 - apiGroups: [apps]
   resources: [statefulsets]
-  verbs: [get, list, watch, create, patch, update, delete]
+  verbs: [get, list, create, update, delete]
 - apiGroups: [""]
   resources: [services]
-  verbs: [get, list, create, patch, update, delete]
+  verbs: [get, list, create, update, delete]
 - apiGroups: [""]
   resources: [configmaps]
-  verbs: [get, create, patch, update]
+  verbs: [get, create, update]
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]
-  verbs: [get, create, patch, update]
-# A stack's control token, made once, and the S3 credentials its storage names. No listing, no changing.
+  verbs: [get, create, update]
+# A stack's control token, made once; S3 credentials and certificates that its storage names. No listing, no changing.
 - apiGroups: [""]
   resources: [secrets]
   verbs: [get, create]
 - apiGroups: [""]
   resources: [events]
   verbs: [create]
+{{- end }}
+
+{{/* What an operator for all namespaces may do besides. */}}
+{{- define "gym-operator.clusterRules" -}}
+# Which kinds and namespaces exist; both may appear while the operator runs.
+- apiGroups: [apiextensions.k8s.io]
+  resources: [customresourcedefinitions]
+  verbs: [list, watch]
+- apiGroups: [""]
+  resources: [namespaces]
+  verbs: [list, watch]
+# The UID of this one says which cluster it is: what marks a stack's data in a bucket as this cluster's.
+- apiGroups: [""]
+  resources: [namespaces]
+  resourceNames: [kube-system]
+  verbs: [get]
+# Whether the node of a silent server is lost; without it, only a deletion that nobody confirms shows that.
+- apiGroups: [""]
+  resources: [nodes]
+  verbs: [get]
 {{- end }}

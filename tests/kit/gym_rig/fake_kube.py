@@ -1,6 +1,7 @@
 """The API server's part that the operator stands on, in memory: versions, conflicts, UIDs, and who is told.
 
 `before_write` is called before each write and may raise, as a network does; so a test can lose any of them.
+`permitted` is asked before each request, as an API server asks its roles.
 """
 
 from __future__ import annotations
@@ -30,14 +31,17 @@ class FakeKube:
         self.writes: list[tuple[str, Resource, str]] = []
         self.watch: Watcher = lambda resource, deleted, body: None
         self.before_write: Callable[[str, Resource, str], None] = lambda verb, resource, name: None
+        self.permitted: Callable[[str, Resource, str], bool] = lambda verb, resource, name: True
         self.dead = False
 
     async def get(self, resource: Resource, namespace: str | None, name: str) -> Body:
         self._alive()
+        self._permit("get", resource, name)
         return copy.deepcopy(self._found(resource, namespace, name))
 
     async def list_all(self, resource: Resource, namespace: str | None, selector: str = "") -> Listing:
         self._alive()
+        self._permit("list", resource, "")
         key, _, value = selector.partition("=")
 
         def wanted(body: Body) -> bool:
@@ -127,8 +131,16 @@ class FakeKube:
 
     def _writing(self, verb: str, resource: Resource, name: str) -> None:
         self._alive()
+        if verb == "status":
+            self._permit("update", resource._replace(plural=f"{resource.plural}/status"), name)
+        else:
+            self._permit("update" if verb == "replace" else verb, resource, name)
         self.before_write(verb, resource, name)
         self.writes.append((verb, resource, name))
+
+    def _permit(self, verb: str, resource: Resource, name: str) -> None:
+        if not self.permitted(verb, resource, name):
+            raise KubeError(403, f"the API server refused (403): may not {verb} {resource.plural}")
 
     def _alive(self) -> None:
         if self.dead:
