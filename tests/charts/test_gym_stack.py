@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gym_kit.chart_values import assert_documented
 from gym_operator.rules.workloads import StackContext, build_children
 from gym_servers.stack.settings import StackIdentity
 from gym_servers.stack.spec import StackSpec, parse_spec
@@ -195,3 +197,167 @@ def test_refusals_say_what_to_set(
 
 def test_a_refusal_does_not_show_a_secret(refuse: Callable[[str, dict[str, Any]], str]) -> None:
     assert "hunter2" not in refuse(CHART, {**DEMO, "s3.secretAccessKey": "hunter2"})
+
+
+# ---- storage ------------------------------------------------------------------------------------------------
+
+
+def test_encryption_and_authorities_arrive(render: Render) -> None:
+    s3 = {"bucket": "bucket", "endpoint": "https://s3:9000", "caSecret": "ca"}
+    kms = {**s3, "encryption": {"type": "SSE-KMS", "kmsKeyID": "alias/gym"}}
+    found = spec_of(render(CHART, {"servers": SERVERS, "s3": kms})).s3
+    assert found is not None and found.ca_secret == "ca"
+    assert found.document()["encryption"] == {"type": "SSE-KMS", "kmsKeyID": "alias/gym"}
+    plain = spec_of(render(CHART, {"servers": SERVERS, "s3": {**s3, "encryption": {"type": "SSE-S3"}}})).s3
+    assert plain is not None and plain.document()["encryption"] == {"type": "SSE-S3"}
+    nothing = spec_of(render(CHART, {"servers": SERVERS, "s3": s3})).s3
+    assert nothing is not None and nothing.encryption is None
+
+
+@pytest.mark.parametrize(
+    ("bucket", "says"),
+    [
+        ("bucket/team/run", "set s3.bucket=bucket and s3.prefix=team/run"),
+        ("bucket/", "set s3.bucket=bucket and s3.prefix="),
+        ("s3://bucket/run", "set s3.bucket=bucket and s3.prefix=run"),
+        ("s3://bucket", "set s3.bucket=bucket and s3.prefix="),
+    ],
+)
+def test_s5_a_bucket_with_a_slash_is_refused_with_what_to_write(
+    refuse: Callable[[str, dict[str, Any]], str], bucket: str, says: str
+) -> None:
+    assert says in refuse(CHART, {"servers": SERVERS, "s3.bucket": bucket})
+
+
+# ---- schedule -----------------------------------------------------------------------------------------------
+
+STACK = {"servers": SERVERS, "s3.bucket": "bucket"}
+
+
+def test_a_schedule_is_made_when_asked_for(render: Render) -> None:
+    assert not [kind for kind, _ in render(CHART, STACK) if kind == "GymCheckpointSchedule"]
+    schedule = render(CHART, {**STACK, "schedule.enabled": True})["GymCheckpointSchedule", "rel"]
+    assert schedule["spec"] == {
+        "every": "10m",
+        "suspend": False,
+        "concurrencyPolicy": "Forbid",
+        "keep": {"last": 10, "failed": 3},
+        "template": {"spec": {"stackRef": {"name": "rel"}}},
+    }
+
+
+def test_all_values_of_a_schedule_arrive(render: Render) -> None:
+    values = {
+        "enabled": True,
+        "every": "",
+        "cron": "0 3 * * *",
+        "timeZone": "Europe/Berlin",
+        "suspend": True,
+        "startingDeadline": "5m",
+        "keep": {"last": 2, "maxAge": "7d", "failed": 1},
+        "checkpoint": {"deletionPolicy": "Delete", "labels": {"by": "night"}},
+    }
+    spec = render(CHART, {**STACK, "schedule": values})["GymCheckpointSchedule", "rel"]["spec"]
+    assert spec == {
+        "schedule": "0 3 * * *",
+        "timeZone": "Europe/Berlin",
+        "suspend": True,
+        "concurrencyPolicy": "Forbid",
+        "startingDeadline": "5m",
+        "keep": {"last": 2, "maxAge": "7d", "failed": 1},
+        "template": {"spec": {"stackRef": {"name": "rel"}, "deletionPolicy": "Delete", "labels": {"by": "night"}}},
+    }
+
+
+@pytest.mark.parametrize(
+    ("schedule", "says"),
+    [
+        ({"enabled": True, "cron": "0 3 * * *"}, "set either schedule.every"),
+        ({"enabled": True, "every": ""}, "a schedule needs its times"),
+        ({"enabled": True, "timeZone": "UTC"}, "schedule.timeZone is for schedule.cron"),
+        ({"enabled": True, "every": "10"}, "every"),
+        ({"enabled": True, "cron": "0 3 *", "every": ""}, "cron"),
+        ({"enabled": True, "keep": {"first": 1}}, "keep"),
+    ],
+)
+def test_a_schedule_that_cannot_be_kept_is_refused(
+    refuse: Callable[[str, dict[str, Any]], str], schedule: dict[str, Any], says: str
+) -> None:
+    assert says in refuse(CHART, {**STACK, "schedule": schedule})
+
+
+def test_a_schedule_without_checkpoints_is_refused(refuse: Callable[[str, dict[str, Any]], str]) -> None:
+    assert "schedule.enabled needs checkpoints" in refuse(
+        CHART, {**STACK, "checkpoints.enabled": False, "schedule.enabled": True}
+    )
+
+
+# ---- pods ---------------------------------------------------------------------------------------------------
+
+
+def test_servers_without_resources_of_their_own_get_the_common_ones(render: Render) -> None:
+    own = {"requests": {"cpu": "2"}}
+    common = {"requests": {"cpu": "100m"}, "limits": {"memory": "1Gi"}}
+    servers = [{**SERVERS[0], "resources": own}, *SERVERS[1:]]
+    spec = spec_of(render(CHART, {**STACK, "servers": servers, "serverResources": common}))
+    found = {server.name: server.document().get("resources") for server in spec.servers}
+    assert found == {"world": own, "policy": common, "agent": common, "tools": common}
+    assert all(server.resources is None for server in spec_of(render(CHART, STACK)).servers)
+
+
+def stack_pods(objects: Objects) -> dict[str, dict[str, str]]:
+    """Labels of the pods that the operator would make, by server."""
+    stack = StackContext(StackIdentity(namespace="team", name="rel", uid="u"), spec_of(objects), "gym-system")
+    return {
+        child["metadata"]["name"]: child["spec"]["template"]["metadata"]["labels"]
+        for child in build_children(stack)
+        if child["kind"] == "StatefulSet"
+    }
+
+
+def test_others_may_reach_data_ports_where_they_are_named(render: Render) -> None:
+    assert not [kind for kind, _ in render(CHART, STACK) if kind == "NetworkPolicy"]
+    trainer = {"podSelector": {"matchLabels": {"app": "trainer"}}}
+    objects = render(CHART, {**STACK, "networkPolicy.dataFrom": [trainer]})
+    spec = objects["NetworkPolicy", "rel-data"]["spec"]
+    assert spec["ingress"] == [{"ports": [{"protocol": "TCP", "port": "data"}], "from": [trainer]}]
+    for labels in stack_pods(objects).values():
+        assert spec["podSelector"]["matchLabels"].items() <= labels.items()
+    off = {**STACK, "networkPolicy.dataFrom": [trainer], "networkPolicy.enabled": False}
+    assert ("NetworkPolicy", "rel-data") not in render(CHART, off)
+
+
+def test_the_demo_s_programs_are_for_the_stack_alone(render: Render) -> None:
+    objects = render(CHART, DEMO)
+    spec = objects["NetworkPolicy", "rel-demo"]["spec"]
+
+    def selected(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+        fits = selector.get("matchLabels", {}).items() <= labels.items()
+        return fits and all(labels.get(e["key"]) in e["values"] for e in selector.get("matchExpressions", ()))
+
+    programs = {
+        name: objects["Deployment", f"rel-{name}"]["spec"]["template"]["metadata"]["labels"]
+        for name in ("engine", "journal")
+    }
+    assert all(selected(spec["podSelector"], labels) for labels in programs.values())
+    peers = [peer["podSelector"] for peer in spec["ingress"][0]["from"]]
+    for labels in stack_pods(objects).values():
+        assert not selected(spec["podSelector"], labels), "the stack's own pods have a policy of their own"
+        assert any(selected(peer, labels) for peer in peers)
+    assert any(selected(peer, programs["engine"]) for peer in peers), "the engine writes the journal"
+    assert not any(selected(peer, {"app": "stranger"}) for peer in peers)
+
+
+def test_evictions_are_refused_where_asked_for(render: Render) -> None:
+    assert not [kind for kind, _ in render(CHART, STACK) if kind == "PodDisruptionBudget"]
+    objects = render(CHART, {**STACK, "podDisruptionBudget.enabled": True})
+    spec = objects["PodDisruptionBudget", "rel"]["spec"]
+    assert spec["maxUnavailable"] == 0
+    for labels in stack_pods(objects).values():
+        assert spec["selector"]["matchLabels"].items() <= labels.items()
+    test = objects["Pod", "rel-test"]["metadata"]["labels"]
+    assert not spec["selector"]["matchLabels"].items() <= test.items()
+
+
+def test_every_value_is_documented_and_in_the_schema() -> None:
+    assert_documented(Path(__file__).parents[2] / "charts" / CHART)

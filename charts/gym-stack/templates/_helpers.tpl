@@ -44,7 +44,15 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{/* The servers as YAML: the given ones, or those of the demo. */}}
 {{- define "gym-stack.servers" -}}
 {{- if .Values.servers -}}
-{{ toYaml .Values.servers }}
+{{- $servers := list -}}
+{{- range .Values.servers -}}
+{{- if or (hasKey . "resources") (not $.Values.serverResources) -}}
+{{- $servers = append $servers . -}}
+{{- else -}}
+{{- $servers = append $servers (set (deepCopy .) "resources" $.Values.serverResources) -}}
+{{- end -}}
+{{- end -}}
+{{ toYaml $servers }}
 {{- else if .Values.demo.enabled -}}
 {{- $name := include "gym-stack.fullname" . -}}
 - name: env
@@ -66,6 +74,16 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- else -}}
 {{- fail "a stack needs servers: set servers (see the chart's values), or demo.enabled=true for a scripted one" -}}
 {{- end -}}
+{{- end }}
+
+{{/* The bucket alone: what follows a slash is the prefix, which the refusal writes down ready to use. */}}
+{{- define "gym-stack.bucket" -}}
+{{- $bucket := trimPrefix "s3://" .Values.s3.bucket -}}
+{{- if or (contains "/" .Values.s3.bucket) (ne $bucket .Values.s3.bucket) -}}
+{{- $parts := splitn "/" 2 $bucket -}}
+{{- fail (printf "s3.bucket is the bucket's name alone: set s3.bucket=%s and s3.prefix=%s" $parts._0 (trimSuffix "/" ($parts._1 | default ""))) -}}
+{{- end -}}
+{{ $bucket }}
 {{- end }}
 
 {{/* Data address of the environment of the first cell. */}}

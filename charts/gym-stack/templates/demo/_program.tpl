@@ -58,6 +58,10 @@ spec:
               path: /readyz
               port: http
             periodSeconds: 2
+          {{- with .root.Values.demo.resources }}
+          resources:
+            {{- toYaml . | nindent 12 }}
+          {{- end }}
           securityContext:
             {{- include "gym-stack.containerSecurity" .root | nindent 12 }}
           volumeMounts:
