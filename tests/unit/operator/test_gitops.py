@@ -1,0 +1,169 @@
+"""What GitOps tools make of our objects: Argo CD by its scripts, Flux by the rules of kstatus."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lupa.lua51
+import pytest
+import yaml
+
+from gym_operator import crds
+from gym_operator.api.checkpoint import CheckpointStatus
+from gym_operator.api.conditions import ConditionReason
+from gym_operator.api.stack import StackStatus
+from gym_operator.rules import checkpoint_phases
+from gym_operator.rules.spec_check import Problem
+from gym_operator.rules.stack_status import Observed, Storage, stack_status
+from gym_servers.coordination.record import CellRecord, Recovery, Stage
+
+ARGO = Path(__file__).parents[3] / "docs" / "gitops" / "argocd"
+NOW = 1_800_000_000.0
+GENERATION = 3
+
+GOOD = Storage(True, ConditionReason.STORAGE_REACHABLE, "it works")
+FULL = Storage(False, ConditionReason.STORAGE_FULL, "free space")
+RUNNING = CellRecord(stage=Stage.RUNNING)
+DIED = Recovery(attempt=1, reason="agent is gone", checkpoint=None, started_at=NOW)
+
+
+def observed(**seen: Any) -> dict[str, Any]:
+    """The status that the operator writes for what it has seen."""
+    found = {"generation": GENERATION, "participants": (), "record": RUNNING, "storage": GOOD, **seen}
+    return stack_status(StackStatus(), Observed(**found), NOW).document()
+
+
+FRESH: dict[str, Any] = {"observedGeneration": -1}
+"""What the API server writes when an object is made."""
+
+STACKS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
+    # what happened: status, what else of the object, health by Argo CD, status by kstatus
+    "nobody has looked": (FRESH, {}, "Progressing", "InProgress"),
+    "it was changed": ({**observed(), "observedGeneration": GENERATION - 1}, {}, "Progressing", "InProgress"),
+    "its servers start": (observed(record=CellRecord()), {}, "Progressing", "InProgress"),
+    "it runs": (observed(), {}, "Healthy", "Current"),
+    "it recovers": (
+        observed(record=CellRecord(stage=Stage.REPLACING, attempt=1, recoveries=[DIED])),
+        {},
+        "Progressing",
+        "InProgress",
+    ),
+    "it has given up": (
+        observed(record=CellRecord(stage=Stage.STALLED, failures=6, recoveries=[DIED])),
+        {},
+        "Degraded",
+        "Failed",
+    ),
+    "its spec is wrong": (
+        observed(problem=Problem(ConditionReason.INVALID_SPEC, "no such server")),
+        {},
+        "Degraded",
+        "Failed",
+    ),
+    "its storage is full": (observed(storage=FULL), {}, "Degraded", "Current"),
+    "it is suspended": (observed(suspended=True), {"spec": {"suspend": True}}, "Suspended", "InProgress"),
+    "it is being deleted": (
+        observed(),
+        {"metadata": {"generation": GENERATION, "deletionTimestamp": "2027-01-15T08:00:00Z"}},
+        "Progressing",
+        "Terminating",
+    ),
+}
+
+
+def checkpoint(phase: str) -> dict[str, Any]:
+    waiting = checkpoint_phases.waiting(CheckpointStatus(), ConditionReason.QUEUED, "waits", GENERATION, NOW)
+    match phase:
+        case "Pending":
+            return waiting.document()
+        case "Failed":
+            return checkpoint_phases.failed(waiting, "PrepareTimeout", "not ready", GENERATION, NOW).document()
+        case _:
+            condition = {"type": "Succeeded", "status": "True", "reason": "Published", "message": "3 rollouts"}
+            return {**waiting.document(), "phase": "Succeeded", "conditions": [condition]}
+
+
+CHECKPOINTS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
+    "nobody has looked": (FRESH, {}, "Progressing", "InProgress"),
+    "it waits": (checkpoint("Pending"), {}, "Progressing", "Current"),
+    "it failed": (checkpoint("Failed"), {}, "Degraded", "Failed"),
+    "it succeeded": (checkpoint("Succeeded"), {}, "Healthy", "Current"),
+}
+
+
+def schedule(ready: str, stalled: str) -> dict[str, Any]:
+    conditions = [
+        {"type": kind, "status": value, "reason": "Any", "message": "why"}
+        for kind, value in (("Ready", ready), ("Stalled", stalled))
+    ]
+    return {"observedGeneration": GENERATION, "conditions": conditions}
+
+
+SCHEDULES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
+    "nobody has looked": (FRESH, {}, "Progressing", "InProgress"),
+    "it keeps its times": (schedule("True", "False"), {}, "Healthy", "Current"),
+    "it is suspended": (schedule("True", "False"), {"spec": {"suspend": True}}, "Suspended", "Current"),
+    "its spec is wrong": (schedule("False", "True"), {}, "Degraded", "Failed"),
+    "a name is taken": (schedule("False", "False"), {}, "Degraded", "InProgress"),
+}
+
+
+def argo(kind: str, body: Mapping[str, Any]) -> tuple[str, str]:
+    """Health and message by the script, in a Lua like Argo CD's."""
+    lua = lupa.lua51.LuaRuntime(unpack_returned_tuples=True)
+    lua.globals().obj = lua.table_from(body, recursive=True)
+    found = lua.execute((ARGO / f"{kind.lower()}.lua").read_text())
+    return str(found["status"]), str(found["message"])
+
+
+def kstatus(body: Mapping[str, Any]) -> str:
+    """What Flux takes the object for: the rules for kinds it does not know."""
+    metadata, status = body["metadata"], body.get("status") or {}
+    if metadata.get("deletionTimestamp"):
+        return "Terminating"
+    if status.get("observedGeneration", metadata["generation"]) != metadata["generation"]:
+        return "InProgress"
+    found = {each["type"]: each["status"] for each in status.get("conditions") or ()}
+    if found.get("Stalled") == "True":
+        return "Failed"
+    if found.get("Reconciling") == "True" or found.get("Ready", "True") != "True":
+        return "InProgress"
+    return "Current"
+
+
+CASES = [
+    pytest.param(kind, *case, id=f"{kind}, {name}")
+    for kind, cases in (
+        ("GymStack", STACKS),
+        ("GymCheckpoint", CHECKPOINTS),
+        ("GymCheckpointSchedule", SCHEDULES),
+    )
+    for name, case in cases.items()
+]
+
+
+@pytest.mark.parametrize(("kind", "status", "more", "health", "state"), CASES)
+def test_k14_tools_judge_an_object_by_what_the_operator_wrote(
+    kind: str, status: dict[str, Any], more: dict[str, Any], health: str, state: str
+) -> None:
+    body = {"kind": kind, "metadata": {"generation": GENERATION}, "spec": {}, "status": status, **more}
+    found, message = argo(kind, body)
+    assert found == health
+    assert message and message != "nil"
+    assert kstatus(body) == state
+
+
+@pytest.mark.parametrize("kind", ["GymStack", "GymCheckpoint", "GymCheckpointSchedule"])
+def test_an_object_without_a_status_is_not_healthy(kind: str) -> None:
+    assert argo(kind, {"kind": kind, "metadata": {"generation": 1}, "spec": {}})[0] == "Progressing"
+
+
+def test_every_kind_has_its_script_where_the_kustomization_says() -> None:
+    generator = yaml.safe_load((ARGO / "kustomization.yaml").read_text())["configMapGenerator"]
+    files = dict(entry.split("=") for entry in generator[0]["files"])
+    assert {path.name for path in ARGO.glob("*.lua")} == set(files.values())
+    for kind in crds.KINDS:
+        script = files[f"resource.customizations.health.gymops.dev_{kind.kind}"]
+        assert script == f"{kind.kind.lower()}.lua"
