@@ -22,9 +22,12 @@ from gym_rig.fake_kube import FakeKube
 from gym_servers.coordination.record import OpenCheckpoint
 from gym_servers.coordination.settle import choose, settle_left_open
 from gym_servers.protocol.errors import ProtocolError
+from gym_servers.stack.settings import S3Settings
 from gym_servers.stack.spec import StorageSpec
 from gym_servers.storage import s3 as s3_module
+from gym_servers.storage import s3_access
 from gym_servers.storage.cells import PROPOSAL, published, settle, verify
+from gym_servers.storage.locate import open_store
 from gym_servers.storage.manifest import CodeIdentity, Manifest, Member, PackEntry, Publication, RecordEntry
 from gym_servers.storage.ownership import Owner, check_deletable, claim, owner_of
 from gym_servers.storage.packs import pack_records, write_records
@@ -454,25 +457,25 @@ async def test_new_keys_in_the_secret_are_used_at_once(faulty: FaultyS3, s3: Sea
 async def test_new_keys_in_mounted_files_are_used_by_stores_that_are_open(
     faulty: FaultyS3, s3: SeaweedFS, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Revoked before the process looks at its files again: it looks when it is refused."""
-    from gym_servers.stack.settings import S3Settings
-    from gym_servers.storage.locate import open_store
+    """The old ones are revoked before the process looks at its files again: it looks when it is refused."""
 
-    for name, value in keys(s3.credentials).items():
-        (tmp_path / name).write_text(value)
+    def put(credentials: Credentials) -> None:
+        for name, value in keys(credentials).items():
+            (tmp_path / name).write_text(value)
+
+    put(s3.credentials)
     monkeypatch.setenv(CREDENTIALS_FOLDER, str(tmp_path))
+    monkeypatch.setattr(s3_access, "LOOK_SECONDS", 1e9)
     reach = S3Settings(bucket="gym", endpoint=faulty.endpoint, addressing_style="path")
     store = await asyncio.to_thread(open_store, f"s3://gym/{prefix}", reach)
     await asyncio.to_thread(store.create, "one", b"1")
-    (tmp_path / "AWS_ACCESS_KEY_ID").write_text("REVOKED")
-    await asyncio.to_thread(store.create, "two", b"2")  # the files are not looked at again so soon
     revoked = f"Credential={s3.credentials.access_key}/"
     faulty.fault = refusing(403, "InvalidAccessKeyId", lambda asked: revoked in asked.headers["authorization"])
-    with pytest.raises(StorageError, match="the access key is unknown"):
-        await asyncio.to_thread(store.create, "three", b"3")
-    faulty.heal()
-    (tmp_path / "AWS_ACCESS_KEY_ID").write_text(s3.credentials.access_key)
-    await asyncio.to_thread(store.create, "three", b"3")
+    with pytest.raises(StorageError, match="the access key is unknown") as refused:
+        await asyncio.to_thread(store.create, "two", b"2")
+    assert refused.value.problem is StorageProblem.CREDENTIALS_REFUSED
+    put(s3.spare)
+    await asyncio.to_thread(store.create, "two", b"2")
 
 
 def default_client(endpoint: str, s3: SeaweedFS) -> Any:
