@@ -5,6 +5,7 @@ The pods are processes of this machine (gym_kit.hollow_node), so nothing here ne
 
 from __future__ import annotations
 
+import base64
 import json
 import signal
 import urllib.error
@@ -13,12 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from gym_kit.operator_rig import NAMESPACE, OperatorRig
 from gym_kit.progress import Progress
 from gym_operator.api import names
-from gym_operator.effects.kube import CHECKPOINTS, CHILDREN, PODS, STACKS
+from gym_operator.effects.kube import CHECKPOINTS, CHILDREN, PODS, SECRETS, STACKS
+from gym_servers.protocol.messages import PREFIX
 from gym_servers.storage.manifest import CHECKPOINT, read_publication
 
 pytestmark = pytest.mark.timeout(240)
@@ -203,11 +206,47 @@ def test_what_is_wrong_is_said_with_what_to_do(rig: OperatorRig) -> None:
         return condition.get("reason") == reason and words in condition["message"]
 
     rig.until("keys", lambda: says("nokeys", "StorageReady", "CredentialsMissing", "create it with the keys"), 30)
-    rig.until("bucket", lambda: says("nobucket", "StorageReady", "StorageFailed", "create it or correct"), 60)
+    rig.until("bucket", lambda: says("nobucket", "StorageReady", "BucketMissing", "create it or correct"), 60)
     rig.until("model", lambda: says("nomodel", "Stalled", "InvalidSpec", "policy: 'unheard-of' is not a known"), 30)
     assert rig.s3.credentials.secret_key not in rig.log.read_text()
     rig.secret("absent", rig.s3.credentials.access_key, rig.s3.credentials.secret_key)
     rig.until("keys are found", lambda: rig.condition(STACKS, "nokeys", "StorageReady").get("status") == "True", 60)
+
+
+def test_a_control_token_is_rotated_as_the_operations_page_says(rig: OperatorRig) -> None:
+    rig.apply("rotated", rollouts=24)
+    rig.until("rollouts are under way", lambda: under_way(rig, "rotated"), START_SECONDS)
+    old = control_secret(rig, "rotated")["control-token"]
+    new = base64.b64encode(b"new-token").decode()
+    control_secret(rig, "rotated", {"control-token": new, "control-token-previous": old})
+    assert take(rig, "operator-does-not-know", "rotated")["phase"] == "Succeeded"
+    rig.kill_operator()
+    rig.start_operator()  # which knows, and the pods do not
+    assert take(rig, "pods-do-not-know", "rotated")["phase"] == "Succeeded"
+    rig.run(rig.node.refresh_secrets())
+    rig.until("the new one is good", lambda: answers(rig, new) == {200}, 30)
+    assert answers(rig, old) == {200}
+    control_secret(rig, "rotated", {"control-token": new})
+    rig.run(rig.node.refresh_secrets())
+    rig.until("the old one is good nowhere", lambda: answers(rig, old) == {401}, 30)
+    assert take(rig, "all-know", "rotated")["phase"] == "Succeeded"
+    assert rig.cell("rotated")["attempt"] == 0, "nothing was started again"
+
+
+def control_secret(rig: OperatorRig, stack: str, tokens: dict[str, str] | None = None) -> dict[str, str]:
+    """What the Secret holds, as it is there; with `tokens` in place of those that are there."""
+    secret = rig.run(rig.kube.get(SECRETS, NAMESPACE, names.control_secret(stack)))
+    if tokens is not None:
+        kept = {key: value for key, value in secret["data"].items() if not key.startswith("control-token")}
+        secret = rig.run(rig.kube.replace(SECRETS, NAMESPACE, {**secret, "data": {**kept, **tokens}}))
+    return dict(secret["data"])
+
+
+def answers(rig: OperatorRig, token: str) -> set[int]:
+    """With which statuses the pods' control ports answer to a token, given as a Secret holds it."""
+    headers = {"authorization": f"Bearer {base64.b64decode(token).decode()}"}
+    urls = [f"http://{pod['status']['podIP']}:{names.CONTROL_PORT}{PREFIX}/status" for pod in pods(rig).values()]
+    return {httpx.get(url, headers=headers, trust_env=False, timeout=5).status_code for url in urls}
 
 
 def storage_of(rig: OperatorRig, **changes: Any) -> dict[str, Any]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 from collections.abc import Callable, Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
@@ -490,3 +493,51 @@ def default_client(endpoint: str, s3: SeaweedFS) -> Any:
         aws_secret_access_key=s3.credentials.secret_key,
         config=Config(s3={"addressing_style": "path"}, retries={"total_max_attempts": 1}),
     )
+
+
+# ---- rights -------------------------------------------------------------------------------------------------
+
+
+def documented_policy(prefix: str) -> dict[str, dict[str, Any]]:
+    """The statements of the operations page, by their names, for this bucket and prefix."""
+    text = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    policy = text.partition("```json\n")[2].partition("```")[0]
+    statements = json.loads(policy.replace("BUCKET", "gym").replace("PREFIX", prefix))["Statement"]
+    return {statement["Sid"]: statement for statement in statements}
+
+
+def only_what_it_allows(policy: dict[str, dict[str, Any]]) -> faults.Fault:
+    """An account that may do what the policy says, and nothing else."""
+    objects, listing = policy["Objects"], policy["Listing"]
+    below = objects["Resource"].removeprefix("arn:aws:s3:::")
+
+    def allowed(asked: faults.Asked) -> bool:
+        if "list-type=2" in asked.path:
+            (prefix,) = parse_qs(urlsplit(asked.path).query)["prefix"]
+            return listing["Action"] == "s3:ListBucket" and fnmatch(
+                prefix, listing["Condition"]["StringLike"]["s3:prefix"]
+            )
+        action = {"PUT": "s3:PutObject", "GET": "s3:GetObject", "DELETE": "s3:DeleteObject"}.get(asked.method, "")
+        return action in objects["Action"] and fnmatch(asked.key, below)
+
+    return refusing(403, "AccessDenied", lambda asked: not allowed(asked))
+
+
+async def test_the_documented_rights_are_enough(stack: Stack, faulty: FaultyS3, prefix: str) -> None:
+    faulty.fault = only_what_it_allows(documented_policy(prefix))
+    found = await stack.found()
+    assert found.ok, found
+    cell, store = stack.store("cell-0"), stack.store("cell-0", "checkpoints", "000000-000001-one")
+    full = await asyncio.to_thread(written, store)
+    assert await asyncio.to_thread(settle, store, full) == full
+    choice = await asyncio.to_thread(lambda: choose(cell, stack.storage.open, UID, (), lambda _: None))
+    assert choice is not None and choice.name == "one"
+
+
+@pytest.mark.parametrize("taken", ["s3:GetObject", "s3:PutObject", "s3:ListBucket"])
+async def test_each_documented_right_is_needed(stack: Stack, faulty: FaultyS3, prefix: str, taken: str) -> None:
+    policy = documented_policy(prefix)
+    policy["Objects"]["Action"] = [action for action in policy["Objects"]["Action"] if action != taken]
+    policy["Listing"]["Action"] = "" if policy["Listing"]["Action"] == taken else policy["Listing"]["Action"]
+    faulty.fault = only_what_it_allows(policy)
+    assert (await stack.found()).reason is Reason.ACCESS_DENIED
