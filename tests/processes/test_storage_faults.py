@@ -18,6 +18,7 @@ from gym_kit.bucket import Credentials, SeaweedFS
 from gym_kit.cluster.local import pki
 from gym_kit.faulty_s3 import FaultyS3, reading, refusing, writing
 from gym_operator.api.conditions import ConditionReason as Reason
+from gym_operator.effects import storage as storage_effects
 from gym_operator.effects.kube import SECRETS
 from gym_operator.effects.storage import StackStorage
 from gym_operator.rules.stack_status import Storage
@@ -171,6 +172,32 @@ async def test_nobody_at_the_endpoint_is_named(s3: SeaweedFS, prefix: str) -> No
     found = await Stack(prefix, "http://127.0.0.1:9", s3.credentials).found()
     assert found.reason is Reason.STORAGE_UNREACHABLE
     assert "the endpoint cannot be reached; check `endpoint`" in found.message
+
+
+async def test_an_endpoint_that_is_no_address_is_named(s3: SeaweedFS, prefix: str) -> None:
+    found = await Stack(prefix, "http://not an address", s3.credentials).found()
+    assert found.reason is Reason.STORAGE_UNREACHABLE
+    assert "`endpoint` is not an address such as https://s3.example:9000" in found.message
+
+
+async def test_an_endpoint_without_tls_is_named(faulty: FaultyS3, s3: SeaweedFS, prefix: str) -> None:
+    found = await Stack(prefix, faulty.endpoint.replace("http:", "https:"), s3.credentials).found()
+    assert found.reason is Reason.CERTIFICATE_REFUSED
+    assert "or it speaks no TLS" in found.message
+
+
+async def test_a_fault_of_ours_is_said_and_the_storage_tried_again(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fault(*_: Any) -> None:
+        raise RuntimeError("very secret")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(storage_effects, "probe", fault)
+        found = await stack.found()
+    assert found.reason is Reason.STORAGE_FAILED
+    assert "the operator's log says why" in found.message and "secret" not in found.message
+    assert (await stack.found()).ok
 
 
 async def test_a_server_that_ignores_create_only_writes_is_refused(

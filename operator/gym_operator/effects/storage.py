@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import logging
 import secrets
 import ssl
 import time
@@ -27,6 +28,8 @@ from gym_servers.storage.ownership import Owner, check_usable, claim
 from gym_servers.storage.probe import probe
 from gym_servers.storage.s3_access import KEYS, SESSION_TOKEN, AccessSource, S3Access, S3Credentials
 from gym_servers.storage.store import ObjectStore, StorageError, StorageProblem
+
+log = logging.getLogger(__name__)
 
 BAD_SECONDS: Final = 30.0
 """Between probes of a storage that cannot be used."""
@@ -135,6 +138,10 @@ class StackStorage:
             await asyncio.to_thread(use)
         except StorageError as error:
             self.state = _bad(error)
+        except Exception:  # a fault of ours: said, and tried again like any other
+            log.exception("the storage at %s could not be tried", self._root)
+            message = f"{self._root} could not be tried; the operator's log says why"
+            self.state = Storage(False, ConditionReason.STORAGE_FAILED, message)
         else:
             done = f"{self._root} was written, read back with the same bytes, and refused a second creation"
             self.state = Storage(True, ConditionReason.STORAGE_REACHABLE, done)

@@ -20,7 +20,7 @@ from gym_servers.protocol.digests import sha256
 from gym_servers.stack.settings import S3Encryption, S3Settings
 from gym_servers.storage.s3_access import AccessSource, S3Access, S3Credentials, access_of_process
 from gym_servers.storage.s3_errors import STALE, code_of, refused, unanswered
-from gym_servers.storage.store import ObjectConflict
+from gym_servers.storage.store import ObjectConflict, StorageError, StorageProblem
 
 __all__ = ["S3Credentials", "S3Store"]
 
@@ -96,8 +96,8 @@ class S3Store:
 
         looked_again = False
         while True:
-            access, client = self._client()
             try:
+                access, client = self._client()
                 return ask(client)
             except ClientError as error:
                 if code_of(error.response) in STALE and not looked_again and self._source.again() != access:
@@ -125,27 +125,36 @@ class S3Store:
         # Imported here: loading boto3 takes most of a second, and only processes that use S3 pay for it.
         import boto3
         from botocore.config import Config
+        from botocore.exceptions import BotoCoreError
 
         settings, credentials = self._settings, access.credentials
         checksums = "when_supported" if settings.endpoint is None else "when_required"
-        return boto3.session.Session().client(
-            "s3",
-            endpoint_url=settings.endpoint,
-            region_name=settings.region,
-            verify=_bundle(access.ca) if access.ca is not None else None,
-            aws_access_key_id=credentials.access_key if credentials else None,
-            aws_secret_access_key=credentials.secret_key if credentials else None,
-            aws_session_token=credentials.session_token if credentials else None,
-            config=Config(
-                s3={"addressing_style": settings.addressing_style},
-                request_checksum_calculation=checksums,
-                response_checksum_validation=checksums,
-                connect_timeout=CONNECT_SECONDS,
-                read_timeout=READ_SECONDS,
-                retries={"mode": "standard", "total_max_attempts": REQUEST_TRIES},
-                max_pool_connections=32,
-            ),
-        )
+        try:
+            return boto3.session.Session().client(
+                "s3",
+                endpoint_url=settings.endpoint,
+                region_name=settings.region,
+                verify=_bundle(access.ca) if access.ca is not None else None,
+                aws_access_key_id=credentials.access_key if credentials else None,
+                aws_secret_access_key=credentials.secret_key if credentials else None,
+                aws_session_token=credentials.session_token if credentials else None,
+                config=Config(
+                    s3={"addressing_style": settings.addressing_style},
+                    request_checksum_calculation=checksums,
+                    response_checksum_validation=checksums,
+                    connect_timeout=CONNECT_SECONDS,
+                    read_timeout=READ_SECONDS,
+                    retries={"mode": "standard", "total_max_attempts": REQUEST_TRIES},
+                    max_pool_connections=32,
+                ),
+            )
+        except BotoCoreError:
+            raise
+        except ValueError as error:  # boto3's own word for an address that is none
+            raise StorageError(
+                f"{self.uri}: `endpoint` is not an address such as https://s3.example:9000",
+                StorageProblem.UNREACHABLE,
+            ) from error
 
 
 def _encryption(wanted: S3Encryption | None) -> dict[str, str]:

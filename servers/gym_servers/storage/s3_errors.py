@@ -64,8 +64,11 @@ _SILENCE: Final[Mapping[str, tuple[StorageProblem, str]]] = {
     "CredentialRetrievalError": (P.CREDENTIALS_MISSING, "the role gives no credentials; check the service account"),
     "SSLError": (
         P.CERTIFICATE_REFUSED,
-        "the endpoint's certificate is not trusted; give its authority in `caSecret`, and the host name it is for",
+        "the endpoint's certificate is not trusted, or it speaks no TLS; give its authority in `caSecret`, and the "
+        "host name it is for",
     ),
+    "InvalidRegionError": (P.REGION_WRONG, "this is no region's name; correct `region`"),
+    "ParamValidationError": (P.FAILED, "such a request cannot be made; check `bucket` and `encryption`"),
     "ReadTimeoutError": (P.SLOW, "the endpoint did not answer in time; check the storage server's load and health"),
     "ConnectTimeoutError": (
         P.UNREACHABLE,
