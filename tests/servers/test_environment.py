@@ -255,8 +255,9 @@ async def test_a_failure_that_nobody_waits_for_is_no_fault(caplog: pytest.LogCap
     turn.error = ValueError("broken")
     turn.ends["replay"].set()
     await settle()
-    gc.collect()
     assert participant.survey().counts["live"] == 0
+    del turn, running
+    gc.collect()
     assert "never retrieved" not in caplog.text
 
 
