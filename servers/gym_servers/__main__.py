@@ -84,16 +84,19 @@ def up(
     every: Annotated[str | None, typer.Option(help="Take a checkpoint each so often, such as 30s or 2m.")] = None,
 ) -> None:
     """Run a stack as local processes until its collection has ended."""
+    from gym_servers.local.folder import alone
     from gym_servers.local.runner import up as run
     from gym_servers.local.stack import local_stack, read_manifest
     from gym_servers.stack.durations import parse_duration
 
-    prepared = local_stack(read_manifest(stack), folder)
+    manifest = read_manifest(stack)
     try:
         interval = parse_duration(every) if every else None
     except ValueError as error:
         raise SettingsError(f"--every {every}: {error}") from error
-    if not _until_told(run(prepared, folder, _announce, interval)):
+    with alone(folder):
+        complete = _until_told(run(local_stack(manifest, folder), folder, _announce, interval))
+    if not complete:
         raise typer.Exit(1)
 
 
@@ -113,11 +116,13 @@ def demo(
 
     from gym_servers.local.demo import DemoFailed, DemoOptions
     from gym_servers.local.demo import demo as run
+    from gym_servers.local.folder import alone
 
     where = folder or Path(tempfile.mkdtemp(prefix="gym-demo-"))
     options = DemoOptions(rollouts=rollouts, kill=kill, kills=kills, tasks=tasks, seed=seed)
     try:
-        report = _until_told(run(where, options, _announce))
+        with alone(where):
+            report = _until_told(run(where, options, _announce))
     except DemoFailed as error:
         print(f"gym-servers: {error}; logs are in {where}", file=sys.stderr)
         raise typer.Exit(1) from error

@@ -101,6 +101,28 @@ def quiet(folder: Path) -> None:
         assert "Traceback" not in log.read_text(), log.read_text()[-3000:]
 
 
+@pytest.mark.parametrize("command", [["up", "stack.yaml"], ["demo", "--rollouts", "1"]])
+def test_a_second_runner_in_a_folder_is_refused_and_the_first_goes_on(tmp_path: Path, command: list[str]) -> None:
+    stack(tmp_path, None)
+    with up(tmp_path) as first:
+        eventually(lambda: len(children(first.pid)) == 5)
+        servers = children(first.pid)
+        done = ended(tmp_path, *command, "--folder", "run")
+        assert done.returncode == 2
+        assert "another gym-servers is at work in run" in done.stderr.splitlines()[-1]
+        assert "Traceback" not in done.stderr
+        assert first.poll() is None
+        assert children(first.pid) == servers
+    with up(tmp_path) as next_one:  # the first one has ended: the folder is free
+        eventually(lambda: len(children(next_one.pid)) == 5)
+
+
+def ended(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A command that ends by itself."""
+    command = [sys.executable, "-m", "gym_servers", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, check=False)
+
+
 def test_a_tasks_file_that_cannot_be_used_is_named_by_line(tmp_path: Path) -> None:
     stack(tmp_path, None)
     with (tmp_path / "tasks.jsonl").open("a") as file:
@@ -178,8 +200,7 @@ def test_an_endpoint_that_is_not_there_is_named(tmp_path: Path) -> None:
 )
 def test_a_command_that_cannot_work_ends_with_one_line(tmp_path: Path, arguments: list[str], says: str) -> None:
     stack(tmp_path, None)
-    command = [sys.executable, "-m", "gym_servers", *arguments]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    done = ended(tmp_path, *arguments)
     assert done.returncode in (1, 2)
     assert says in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
@@ -191,8 +212,7 @@ def test_a_manifest_with_mistakes_names_them_all(tmp_path: Path) -> None:
     document["spec"]["servers"][0]["kind"] = "unknown"
     document["spec"]["typo"] = 1
     (tmp_path / "stack.yaml").write_text(yaml.safe_dump(document))
-    command = [sys.executable, "-m", "gym_servers", "up", "stack.yaml"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    done = ended(tmp_path, "up", "stack.yaml")
     assert done.returncode == 2
     assert "servers.0.kind" in done.stderr
     assert "typo" in done.stderr
