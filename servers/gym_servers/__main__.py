@@ -18,8 +18,13 @@ from gym_servers.loading import loading
 from gym_servers.local.children import Told, end_with_parent, until_told
 from gym_servers.stack.settings import SettingsError, load_settings
 from gym_servers.stack.spec import SpecError
+from gym_servers.storage.store import StorageError
 
 T = TypeVar("T")
+
+ERRORS = (SettingsError, SpecError, StorageError)  # what a user can mend: told in one line
+_LEVEL = os.environ.get("GYM_LOG_LEVEL", "INFO")
+_FORMAT = "%(levelname)s %(name)s: %(message)s"
 
 cli = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
@@ -95,7 +100,7 @@ def up(
     except ValueError as error:
         raise SettingsError(f"--every {every}: {error}") from error
     with alone(folder):
-        complete = _until_told(run(local_stack(manifest, folder), folder, _announce, interval))
+        complete = _until_told(run(local_stack(manifest, folder), folder, _announce, interval), folder)
     if not complete:
         raise typer.Exit(1)
 
@@ -122,7 +127,7 @@ def demo(
     options = DemoOptions(rollouts=rollouts, kill=kill, kills=kills, tasks=tasks, seed=seed)
     try:
         with alone(where):
-            report = _until_told(run(where, options, _announce))
+            report = _until_told(run(where, options, _announce), where, DemoFailed)
     except DemoFailed as error:
         print(f"gym-servers: {error}; logs are in {where}", file=sys.stderr)
         raise typer.Exit(1) from error
@@ -131,11 +136,22 @@ def demo(
         raise typer.Exit(1)
 
 
-def _until_told(work: Coroutine[Any, Any, T]) -> T:
+def _until_told(work: Coroutine[Any, Any, T], folder: Path, *expected: type[Exception]) -> T:
+    """Do a runner's work in `folder`. The screen is for what people can act on: what is logged, and the trace of an
+    error that is none of the `expected` ones, goes to a file beside the servers' logs."""
+    log = folder / "runner.log"
+    logging.basicConfig(filename=log, level=_LEVEL, format=_FORMAT, force=True)
+    logging.raiseExceptions = False  # a full disk is told by those who need it
     try:
         return asyncio.run(until_told(work))
     except Told as told:
         raise typer.Exit(128 + told.number) from None
+    except Exception as error:
+        if isinstance(error, (*ERRORS, *expected)):
+            raise
+        logging.getLogger("gym_servers").exception("the runner failed")
+        print(f"gym-servers: a fault of ours ({type(error).__name__}) ended the run; see {log}", file=sys.stderr)
+        raise typer.Exit(1) from None
 
 
 def _announce(level: str, reason: str, message: str) -> None:
@@ -144,12 +160,12 @@ def _announce(level: str, reason: str, message: str) -> None:
 
 def main() -> None:
     """Entry point: errors that a user can mend are one line, without a trace."""
-    logging.basicConfig(level=os.environ.get("GYM_LOG_LEVEL", "INFO"), format="%(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=_LEVEL, format=_FORMAT)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     end_with_parent()
     try:
         cli()
-    except (SettingsError, SpecError) as error:
+    except ERRORS as error:
         print(f"gym-servers: {error}", file=sys.stderr)
         sys.exit(2)
 

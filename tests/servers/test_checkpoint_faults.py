@@ -142,6 +142,34 @@ async def test_a_death_while_a_publication_is_under_way_publishes(
         assert (stored(rig), restored(rig)) == (["published"], "one")
 
 
+@pytest.mark.parametrize("step", ["scope", "verify", "settle"])
+async def test_an_error_that_nobody_expected_gives_a_checkpoint_up_like_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody stays closed until a lease ends, it says what it was, and it is never published."""
+    async with collecting(tmp_path) as rig:
+        await under_way(rig)
+
+        def broken(*_: Any) -> Any:
+            raise RuntimeError("a fault of ours")
+
+        with monkeypatch.context() as patched:
+            if step == "scope":
+                patched.setattr(coordination.Request, "keeps", broken)
+            else:
+                patched.setattr(coordination, step, broken)
+            began = now()
+            with pytest.raises(CheckpointFailed, match="RuntimeError") as failed:
+                await rig.controller.take("one-id", "one", quiet)
+        assert (failed.value.reason, failed.value.settled) == ("InternalError", True)
+        assert now() - began < 10
+        assert open_everywhere(rig)
+        assert set(stored(rig)) <= {"abandoned"}
+        assert rig.controller.record.open is None
+        assert "a fault of ours" in caplog.text
+        await rig.checkpoint("two")
+
+
 # ---- the pause --------------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,6 @@ from contextlib import asynccontextmanager, suppress
 from gym_servers.coordination.client import ParticipantClient, Unreachable
 from gym_servers.coordination.order import PREPARE, staged
 from gym_servers.coordination.terms import (
-    FAILURES,
     CheckpointFailed,
     Outcome,
     Progress,
@@ -78,7 +77,7 @@ class Checkpoint:
             return await self._run()
         except asyncio.CancelledError:
             return await self._after_death()
-        except FAILURES as error:
+        except Exception as error:
             return await self._give_up(failure_of(error))
 
     async def _run(self) -> Outcome:
@@ -121,7 +120,7 @@ class Checkpoint:
                 if not self._request.stop:
                     await self._take_leave()
                 return await self._publish(durable)
-        except FAILURES as error:
+        except Exception as error:
             failure = failure_of(error)
         return await self._give_up(failure, died=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -13,6 +14,8 @@ from gym_servers.protocol.identity import parse_key
 from gym_servers.storage.cells import settle
 from gym_servers.storage.manifest import Publication
 from gym_servers.storage.store import ObjectStore, StorageError
+
+log = logging.getLogger("gym_servers")
 
 Phase = Literal["Preparing", "Committing", "Publishing"]
 
@@ -83,10 +86,8 @@ class CheckpointFailed(Exception):
 Tell = Callable[[Progress], Awaitable[None]]
 
 
-FAILURES = (ProtocolError, Unreachable, StorageError, CheckpointFailed)
-
-
 def failure_of(error: Exception) -> CheckpointFailed:
+    """What an error means for the checkpoint. One that nobody expected is a fault of ours, and goes into the log."""
     match error:
         case CheckpointFailed():
             return error
@@ -94,8 +95,13 @@ def failure_of(error: Exception) -> CheckpointFailed:
             return CheckpointFailed("Refused", str(error))
         case Unreachable():
             return CheckpointFailed("ParticipantUnreachable", str(error))
-        case _:
+        case StorageError():
             return CheckpointFailed("StorageError", str(error))
+        case _:
+            log.error("a checkpoint failed by a fault of its coordinator", exc_info=error)
+            return CheckpointFailed(
+                "InternalError", f"a fault of the coordinator ({type(error).__name__}); see its log"
+            )
 
 
 def tombstone(request: Request, reason: str, created: float) -> Publication:

@@ -126,6 +126,8 @@ async def up(stack: LocalStack, folder: Path, announce: Announce, every: float |
                     await runner.checkpoint(f"auto-{number}")
                 except CheckpointFailed as error:
                     announce("Warning", error.reason, str(error))
+                except StorageError as error:
+                    announce("Warning", "StorageError", str(error))
 
         tasks: list[asyncio.Task[None]] = [asyncio.create_task(runner.run(watch))]
         if every is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -68,13 +69,17 @@ class DirectoryStore:
 
     def list(self, prefix: str) -> dict[str, int]:
         base = self._path(prefix) if prefix else self._root
-        if not base.is_dir():
-            return {}
-        return {
-            str(path.relative_to(self._root)): path.stat().st_size
-            for path in base.rglob("*")
-            if path.is_file() and not path.name.startswith(".tmp-")
-        }
+        found = {}
+        try:
+            # Not by `rglob`, which passes over what it may not read: a store that is away would look like an empty one.
+            for folder, _, names in os.walk(base, onerror=_unless_missing):
+                for name in names:
+                    path = Path(folder, name)
+                    if not name.startswith(".tmp-") and (size := _size(path)) is not None:
+                        found[str(path.relative_to(self._root))] = size
+        except OSError as error:
+            raise _unusable(base, error) from error
+        return found
 
     def _path(self, key: str) -> Path:
         path = (self._root / key).absolute()
@@ -95,6 +100,21 @@ class DirectoryStore:
             temporary.unlink(missing_ok=True)  # a full disk is not to be filled with what did not fit
             raise
         return temporary
+
+
+def _unless_missing(error: OSError) -> None:
+    """What is not there has no objects; anything else is no answer."""
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise error
+
+
+def _size(path: Path) -> int | None:
+    """A file's size in bytes; None where it is none, or is gone by now."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 
 def _sync(directory: Path) -> None:

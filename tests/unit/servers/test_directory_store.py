@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -121,3 +123,49 @@ def test_uris(tmp_path: Path) -> None:
             open_store(uri)
     with pytest.raises(StorageError, match="names no bucket"):
         open_store("s3:///x")
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
+@pytest.mark.parametrize("where", ["store", "b", "key"])
+def test_a_listing_that_cannot_be_read_to_its_end_is_an_error_and_no_shorter_listing(
+    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch, where: str, number: int
+) -> None:
+    """At its root, in a folder below, and at a file: whoever takes it for whole would begin a run anew."""
+    store.create("a/b/key", b"1")
+    scandir, stat = os.scandir, Path.stat
+
+    def fails(path: object) -> None:
+        if Path(str(path)).name == where:
+            raise OSError(number, os.strerror(number))
+
+    def failing_scandir(path: Any = ".") -> Any:
+        fails(path)
+        return scandir(path)
+
+    def failing_stat(self: Path, **options: Any) -> Any:
+        fails(self)
+        return stat(self, **options)
+
+    monkeypatch.setattr(os, "scandir", failing_scandir)
+    monkeypatch.setattr(Path, "stat", failing_stat)
+    for prefix in ("", "a"):
+        if where == "store" and prefix:
+            continue
+        with pytest.raises(StorageError, match=os.strerror(number)):
+            store.list(prefix)
+
+
+def test_what_vanishes_while_it_is_listed_is_left_out(
+    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.create("a/one", b"1")
+    store.create("b/two", b"22")
+    stat = Path.stat
+
+    def gone(self: Path, **options: Any) -> Any:
+        if self.name == "one":
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        return stat(self, **options)
+
+    monkeypatch.setattr(Path, "stat", gone)
+    assert store.list("") == {"b/two": 2}

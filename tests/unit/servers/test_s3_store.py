@@ -1,0 +1,63 @@
+"""What an S3 server's client does with answers that are cut short: nothing comes out of it but bytes and StorageError."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import boto3.session
+import pytest
+from botocore.exceptions import IncompleteReadError, ReadTimeoutError, ResponseStreamingError
+
+from gym_servers.stack.settings import S3Settings
+from gym_servers.storage.s3 import S3Store
+from gym_servers.storage.store import StorageError
+
+CUT = {
+    "in the middle": ResponseStreamingError(error="connection broken"),
+    "short": IncompleteReadError(actual_bytes=3, expected_bytes=5),
+}
+SLOW = ReadTimeoutError(endpoint_url="http://s3", error="timed out")
+
+
+class Client:
+    """Answers every request, but `failures` come while a body is read."""
+
+    def __init__(self, failures: list[Exception]) -> None:
+        self.failures = failures
+        self.asked = 0
+
+    def get_object(self, **_: Any) -> dict[str, Any]:
+        self.asked += 1
+        return {"Body": self}
+
+    def read(self) -> bytes:
+        if self.failures:
+            raise self.failures.pop(0)
+        return b"whole"
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> Client:
+    made = Client([])
+    monkeypatch.setattr(boto3.session.Session, "client", lambda *_, **__: made)
+    return made
+
+
+def store() -> S3Store:
+    return S3Store(S3Settings(bucket="bucket", endpoint="http://s3"), "prefix")
+
+
+@pytest.mark.parametrize("how", CUT)
+def test_a_body_that_is_cut_is_asked_for_again(client: Client, how: str) -> None:
+    client.failures = [CUT[how]] * 2
+    assert store().get("key") == b"whole"
+    assert client.asked == 3
+
+
+@pytest.mark.parametrize("error", [*CUT.values(), SLOW], ids=[*CUT, "slow"])
+def test_a_body_that_never_comes_whole_is_an_error_of_the_storage(client: Client, error: Exception) -> None:
+    client.failures = [error] * 100
+    with pytest.raises(StorageError, match=f"s3://bucket/prefix/key: {type(error).__name__}: the ") as failed:
+        store().get("key")
+    assert client.asked <= 5
+    assert "http" not in str(failed.value)
