@@ -13,7 +13,9 @@ import pytest
 
 from gym_rig.verbs import prepare, restore, resume, start
 from gym_rig.virtual import now, settle
+from gym_servers.collection.driver import EnvironmentRun
 from gym_servers.collection.output import BucketOutput, DirectoryOutput
+from gym_servers.http.peers import Reply
 from gym_servers.participants.base import Scope
 from gym_servers.participants.collection import (
     RECORD,
@@ -248,6 +250,78 @@ async def test_an_end_that_nobody_expected_is_told_as_a_problem(
         await driver.driving
     assert "RuntimeError: no such column" in driver.participant.problem
     assert not driver.participant.progress()["ended"]
+
+
+async def test_an_error_that_nobody_expected_is_the_failure_of_one_rollout(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = Driver(tmp_path, 3, max_failures=2)
+    for key in ("1-0", "1-0-a1"):
+        driver.answer(key, ValueError("Out of range float values are not JSON compliant: a user's own"))
+    driver.answer("0-0")
+    driver.answer("2-0")
+    await driver.driving
+    assert sorted(row["_ng_rollout_id"] for row in driver.rows()) == ["0-0", "2-0"]
+    progress = driver.participant.progress()
+    assert (progress["failed"], progress["ended"], progress["complete"]) == (1, 1, 0)
+    failures = list(map(json.loads, (tmp_path / "rollouts_failures.jsonl").read_text().splitlines()))
+    assert [failure["failure_reason"].rpartition(": ")[2] for failure in failures] == ["ValueError"] * 2
+    assert "a user's own" in caplog.text
+
+
+@pytest.mark.parametrize("body", [None, 3, "text", [], {}, {"result": [1]}, {"result": None, "failure": "no"}])
+async def test_an_answer_that_is_neither_a_row_nor_a_failure_is_a_failure(body: Any) -> None:
+    class Environment:
+        async def post(self, *_: Any, **__: Any) -> Reply:
+            return Reply(body, {}, {})
+
+    rollout = Rollout("0-0", {"responses_create_params": {}}, 0, 0)
+    result = await EnvironmentRun(Environment(), "env")(Episode("0-0", 0), rollout)  # type: ignore[arg-type]
+    assert result.row is None
+    assert result.failure is not None
+    assert "neither a row nor a failure" in result.failure["failure_reason"]
+
+
+@pytest.mark.parametrize("bucket", [False, True])
+async def test_rows_whose_reward_is_no_number_are_rows_all_the_same(tmp_path: Path, bucket: bool) -> None:
+    driver = Driver(tmp_path, 6, bucket=bucket)
+    for rollout, reward in zip(driver.rollouts, [None, "much", [1.0], 10**400, 0.5, True], strict=True):
+        driver.answer(rollout.id, RunResult({"reward": reward}))
+    await driver.driving
+    assert driver.participant.progress()["complete"] == 1
+    metrics = json.loads((tmp_path / "rollouts_aggregate_metrics.json").read_text())
+    assert (metrics["count"], metrics["expected"], metrics["reward_mean"]) == (2, 6, 0.75)
+
+
+async def test_the_first_error_behind_an_end_that_nobody_expected_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(self: DirectoryOutput, *_: Any) -> None:
+        raise RuntimeError("no such column")
+
+    monkeypatch.setattr(DirectoryOutput, "save", broken)
+    driver = Driver(tmp_path, 2)
+    driver.answer("0-0")
+    with pytest.raises(ExceptionGroup):
+        await driver.driving
+    assert driver.participant.problem == "the collection ended by an error: RuntimeError: no such column"
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", "{}", '{"_ng_rollout_id": 3}', "\x00"])
+async def test_a_row_file_that_was_spoilt_is_named_by_its_line_until_it_is_mended(tmp_path: Path, line: str) -> None:
+    """Its rollout is not collected again meanwhile: the row may be there."""
+    path = tmp_path / "rollouts.jsonl"
+    good = json.dumps({"_ng_rollout_id": "0-0", "reward": 1.0, "_ng_attempt_index": 0})
+    path.write_text(f"{good}\n{line}\n")
+    driver = Driver(tmp_path, 2)
+    await asyncio.sleep(100)
+    assert f"{path} line 2 is no row of a collection" in driver.participant.problem
+    assert driver.sent == []
+    path.write_text(good + "\n")
+    driver.answer("1-0")
+    await driver.driving
+    assert driver.participant.problem == ""
+    assert len(driver.rows()) == 2
 
 
 async def test_a_disk_that_fails_under_a_row_leaves_no_half_of_it(

@@ -22,7 +22,7 @@ from gym_servers.protocol import headers
 from gym_servers.protocol.digests import digest_of
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.identity import Episode
-from gym_servers.resources.metrics import aggregate
+from gym_servers.resources.metrics import AggregateRequest, aggregate
 
 
 class ToolAccess(BaseModel):
@@ -45,10 +45,6 @@ class SeedRequest(BaseModel):
 class CloseRequest(BaseModel):
     agent_session_id: str
     episode_id: dict[str, Any] | None = None
-
-
-class AggregateRequest(BaseModel):
-    verify_responses: list[dict[str, Any]]
 
 
 def create_app(agent: AgentServer, rows: RowRuns | None, resources: str | None) -> FastAPI:

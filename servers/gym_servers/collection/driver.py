@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from gym_servers.http.peers import PeerFailed, Peers, PeerUnreachable
@@ -10,6 +9,10 @@ from gym_servers.participants.collection import NotAnswered, Rollout, RunResult
 from gym_servers.protocol.identity import Episode
 
 TASKSET = "collection"
+_UNREADABLE = {
+    "failure_kind": "agent_request_failed",
+    "failure_reason": "the environment answered neither a row nor a failure",
+}
 
 
 class EnvironmentRun:
@@ -29,8 +32,11 @@ class EnvironmentRun:
             raise NotAnswered(str(error)) from error
         except PeerFailed as error:
             return RunResult(None, {"failure_reason": str(error), "failure_kind": "agent_request_failed"})
-        answer: Mapping[str, Any] = reply.body
-        return RunResult(answer.get("result"), answer.get("failure"))
+        answer = reply.body if isinstance(reply.body, dict) else {}
+        row, failure = answer.get("result"), answer.get("failure")
+        if isinstance(row, dict):
+            return RunResult(row)
+        return RunResult(None, failure if isinstance(failure, dict) else _UNREADABLE)
 
 
 def task_of(rollout: Rollout) -> dict[str, Any]:

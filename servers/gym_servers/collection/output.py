@@ -50,6 +50,17 @@ def _lines(rows: Iterable[Mapping[str, Any]]) -> bytes:
     return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
 
 
+def _row(data: bytes, where: str) -> dict[str, Any]:
+    """A row as it was written. Raises StorageError for what is none: it is neither passed over nor replaced."""
+    try:
+        row = json.loads(data)
+    except ValueError:
+        row = None
+    if not isinstance(row, dict) or not isinstance(row.get("_ng_rollout_id"), str):
+        raise StorageError(f"{where} is no row of a collection: repair it, or move it away")
+    return row
+
+
 def _metrics(rows: Sequence[Mapping[str, Any]], expected: int, complete: bool) -> bytes:
     return json.dumps({**aggregate(rows), "expected": expected, "complete": complete}, indent=2).encode()
 
@@ -97,7 +108,8 @@ class DirectoryOutput:
         if len(whole) != len(data):  # the last row was cut short by a crash: it was never acknowledged
             with path.open("r+b") as file:
                 file.truncate(len(whole))
-        self._kept = {row["_ng_rollout_id"]: row for row in map(json.loads, whole.splitlines())}
+        rows = (_row(line, f"{path} line {number}") for number, line in enumerate(whole.splitlines(), 1))
+        self._kept = {row["_ng_rollout_id"]: row for row in rows}
         return set(self._kept)
 
     def _append(self, name: str, row: Mapping[str, Any]) -> None:
@@ -147,5 +159,7 @@ class BucketOutput:
         self._store.replace(METRICS, _metrics(rows, len(self._rollouts), complete))
 
     def _all(self, prefix: str) -> list[Mapping[str, Any]]:
+        keys = sorted(self._store.list(prefix))
         with ThreadPoolExecutor(16) as pool:
-            return [json.loads(data) for data in pool.map(self._store.get, sorted(self._store.list(prefix)))]
+            found = pool.map(self._store.get, keys)
+            return [_row(data, f"{self._store.uri}/{key}") for key, data in zip(keys, found, strict=True)]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from gym_servers.participants.collection import Rollout
+from gym_servers.protocol.strict_json import read_json
 from gym_servers.stack.settings import S3Settings
 from gym_servers.storage.locate import open_store
 
@@ -27,7 +27,7 @@ def parse_tasks(data: bytes, source: str) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = read_json(line)
         except ValueError as error:
             raise TasksError(f"{source} line {number} is not JSON: {error}") from error
         if not isinstance(row, dict) or not isinstance(row.get("responses_create_params"), dict):

@@ -16,7 +16,7 @@ from gym_servers.participants.environment import EnvironmentParticipant, Live, U
 from gym_servers.protocol.digests import digest_of
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.identity import Episode, InvalidIdentity
-from gym_servers.resources.metrics import aggregate
+from gym_servers.resources.metrics import AggregateRequest, aggregate
 from gym_servers.stack.settings import describe
 
 PARAMS = "responses_create_params"
@@ -47,10 +47,6 @@ class Task(BaseModel):
 class RunRequest(BaseModel):
     episode_id: EpisodeId
     task: Task
-
-
-class AggregateRequest(BaseModel):
-    verify_responses: list[dict[str, Any]]
 
 
 def create_app(participant: EnvironmentParticipant, server: EnvironmentServer) -> FastAPI:

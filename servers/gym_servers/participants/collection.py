@@ -8,6 +8,7 @@ between the output and the environment's boundaries. Everything about rows is as
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +20,8 @@ from gym_servers.participants.records import from_bytes, reading, to_bytes
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.identity import Episode, next_attempt
 from gym_servers.storage.store import ObjectConflict, StorageError
+
+log = logging.getLogger("gym_servers")
 
 RETRY_SECONDS = 0.5  # between tries of a `/run` that was not admitted or whose environment did not answer
 OUTPUT_RETRY_SECONDS = 1.0
@@ -131,7 +134,10 @@ class CollectionParticipant(Participant):
         try:
             await self._drive()
         except Exception as error:
-            self.problem = f"the collection ended by an error: {type(error).__name__}: {error}"
+            first = error
+            while isinstance(first, ExceptionGroup):
+                first = first.exceptions[0]  # the others were ended for it
+            self.problem = f"the collection ended by an error: {type(first).__name__}: {first}"
             raise
 
     async def _drive(self) -> None:
@@ -226,6 +232,11 @@ class CollectionParticipant(Participant):
             if refusal.code in ("stale_attempt", "session_lost", "checkpoint_conflict"):
                 return None
             return RunResult(None, {"failure_reason": str(refusal), "terminal": True})
+        except Exception as error:
+            # Of one rollout alone: whatever is odd about it or its answer, the others go on.
+            log.exception("%s could not be sent, or its answer not be read", episode.key)
+            reason = f"it could not be sent, or its answer not be read: {type(error).__name__}"
+            return RunResult(None, {"failure_kind": "driver_error", "failure_reason": reason, "terminal": False})
 
     # ---- participant --------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from gym_servers.protocol.digests import digest_of
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.identity import Episode, InvalidIdentity
 from gym_servers.resources.mcp import Tokens, add_mcp
-from gym_servers.resources.metrics import aggregate
+from gym_servers.resources.metrics import AggregateRequest, aggregate
 from gym_servers.resources.server import ResourcesServer, ToolCall, journal_identity
 
 MAX_SESSION_ID = 256
@@ -122,8 +122,8 @@ def create_app(
         return {**body, "mask_sample": False, **scored}
 
     @app.post("/aggregate_metrics")
-    async def aggregate_metrics(request: Request) -> dict[str, Any]:
-        return aggregate((await json_object(request)).get("verify_responses") or [])
+    async def aggregate_metrics(body: AggregateRequest) -> dict[str, Any]:
+        return aggregate(body.verify_responses)
 
     async def call_by_token(session_id: str, episode: Episode | None, tool: str, arguments: dict[str, Any]) -> Any:
         async def work(session: ToolSession) -> Any:

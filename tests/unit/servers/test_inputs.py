@@ -63,6 +63,16 @@ def test_bytes_that_are_no_text_are_named_too() -> None:
         parse_tasks(json.dumps(ROW).encode() + b"\n\xff\xfe\x00", "t")
 
 
+@pytest.mark.parametrize("odd", ["NaN", "-Infinity", "1e999", r'"\ud800"', r'{"\udc00": 1}', "[" * 20_000])
+@pytest.mark.parametrize("where", ["expected_count", "input"])
+def test_a_row_that_no_request_can_carry_is_refused_with_its_line(where: str, odd: str) -> None:
+    """Sent, it would end the collection, and again after each recovery."""
+    row = json.dumps({**ROW, "responses_create_params": {"input": "INPUT"}, "expected_count": "EXPECTED_COUNT"})
+    text = f"{json.dumps(ROW)}\n{row.replace(json.dumps(where.upper()), odd)}\n"
+    with pytest.raises(TasksError, match=r"^tasks\.jsonl line 2 is not JSON: "):
+        parse_tasks(text.encode(), "tasks.jsonl")
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"none\.jsonl does not exist"):
         load_tasks(str(tmp_path / "none.jsonl"), None)
