@@ -12,10 +12,11 @@ import pytest
 from gym_operator.effects.kube import CHECKPOINTS, PODS, SECRETS, STACKS
 from gym_operator.effects.storage import StackStorage
 from gym_operator.rules.cell_record import from_document
-from gym_rig.cell import IDENTITY
+from gym_rig.cell import IDENTITY, LONGEST_SECONDS
 from gym_rig.fake_kube import FakeKube
 from gym_rig.operated import OperatedRig, operated
 from gym_rig.virtual import now
+from gym_servers.coordination import checkpoint as taking
 from gym_servers.engine.rows import counter_rows
 from gym_servers.local.demo import account_of
 from gym_servers.storage.directory import DirectoryStore
@@ -388,3 +389,56 @@ async def test_the_control_token_is_rotated_under_an_operator_at_work(tmp_path: 
         assert (await taken(rig, "one"))["phase"] == "Succeeded"
         assert rig.record().get("attempt", 0) == 0
         await to_the_end(rig)
+
+
+@pytest.mark.parametrize("during", ["its publication", "its tombstone", "its resume"])
+async def test_c2_an_operator_that_is_stopped_while_a_death_ends_a_checkpoint_says_what_storage_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, during: str
+) -> None:
+    """The death breaks it off once, the stop a second time, wherever it is by then; the next operator finishes it."""
+    async with operated(tmp_path, rows()) as rig:
+        to_thread, resume, renew = asyncio.to_thread, taking.Checkpoint._resume, taking.Checkpoint._renew_once
+        died, ending = False, asyncio.Event()
+
+        async def dies() -> None:
+            nonlocal died
+            died = True
+            rig.kube.remove(PODS, IDENTITY.namespace, "rig-agent-0")
+            await asyncio.sleep(30)
+
+        async def stops() -> None:
+            ending.set()
+            await asyncio.sleep(30)
+
+        async def slow(work: Any, *arguments: Any) -> Any:
+            if work is taking.settle and during == "its publication" and not ending.is_set():
+                await (stops() if died else dies())
+            if work is taking.give_up and during == "its tombstone" and not ending.is_set():
+                await stops()
+            return await to_thread(work, *arguments)
+
+        async def resume_slowly(self: Any, *arguments: Any) -> Any:
+            if during == "its resume" and not ending.is_set():
+                await stops()
+            return await resume(self, *arguments)
+
+        async def renew_slowly(self: Any) -> None:
+            if during != "its publication" and not died:
+                await dies()
+            await renew(self)
+
+        monkeypatch.setattr(asyncio, "to_thread", slow)
+        monkeypatch.setattr(taking.Checkpoint, "_resume", resume_slowly)
+        monkeypatch.setattr(taking.Checkpoint, "_renew_once", renew_slowly)
+        await under_way(rig)
+        rig.checkpoint("torn")
+        await asyncio.wait_for(ending.wait(), LONGEST_SECONDS)
+        await rig.stop_operator()
+        assert not rig.final("torn"), "nobody knows yet what stands"
+        rig.start_operator()
+        await rig.until(lambda: rig.final("torn"), "final")
+        status = rig.status(CHECKPOINTS, "torn")
+        assert (status["phase"] == "Succeeded") == published(status) == (during == "its publication"), status
+        await to_the_end(rig)
+        assert "open" not in rig.record()
+        assert published(status) == (during == "its publication")

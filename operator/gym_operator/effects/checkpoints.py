@@ -201,11 +201,12 @@ class Checkpoints:
                 and (writer.status.phase or "Pending") == "Pending"
             ):
                 return  # something died in between: it stays in the queue
-            if not error.settled and self._ending is None:
-                # A publication whose answer was lost may stand all the same: storage is asked before this is final.
-                self._unsettled[writer.uid] = error
-                return
             reason, message = self._ending or (error.reason, str(error))
+            if not error.settled:
+                # A publication whose answer was lost may stand, or may still be finished by whoever settles what the
+                # record has open: storage is asked before this is final.
+                self._unsettled[writer.uid] = CheckpointFailed(reason, message, error.blockers)
+                return
             await self._fail(writer, reason, message, error.blockers)
             return
         except StorageError as error:

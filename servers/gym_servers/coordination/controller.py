@@ -408,9 +408,11 @@ class CellController:
         try:
             return await asyncio.shield(taken)
         except asyncio.CancelledError:
-            # A death was seen while it was being given up already: it was ended, not whoever asked for it.
+            # It was ended while it was being given up already, not whoever asked for it: nobody knows what stands.
             if taken.cancelled():
-                raise CheckpointFailed("ParticipantDied", "a participant died while it was being given up") from None
+                raise CheckpointFailed(
+                    "ParticipantDied", checkpoint.death or "it was ended while it was being given up", settled=False
+                ) from None
             raise
 
     async def _begin(self, left: OpenCheckpoint, checkpoint: Checkpoint) -> Outcome:
