@@ -294,3 +294,24 @@ async def test_a_row_that_is_ahead_of_the_checkpoint_is_kept_and_its_episode_is_
         lines = (tmp_path / "output/rollouts.jsonl").read_text().splitlines()
         attempts = [json.loads(line)["_ng_attempt_index"] for line in lines]
         assert (len(attempts), attempts.count(0)) == (3, rows)
+
+
+async def test_restored_work_of_tasks_that_are_gone_is_freed_and_nothing_of_what_is_over_is_kept(
+    tmp_path: Path,
+) -> None:
+    """The tasks were cut short between two processes of the driver: neither sessions nor watermarks are carried on."""
+    async with cell(tmp_path, counter_rows(4, 2)) as rig:
+        await rig.until(lambda: rig.effects() >= 4)
+        await rig.checkpoint("one")
+        tasks = tmp_path / "tasks.jsonl"
+        tasks.write_text("".join(tasks.read_text().splitlines(keepends=True)[:2]))
+        rig.kill("collection")
+        await rig.until(lambda: rig.running(1))
+        await rig.until(rig.complete)
+        await rig.until(lambda: not rig.participant("collection").to_forget())
+        for name in NAMES:
+            assert rig.participant(name).gate.fence.marks == {}, name
+        for name in ("env", "agent", "counter", "policy"):
+            counts = rig.participant(name).survey().counts
+            assert not any(counts.values()), (name, counts)
+        assert len((tmp_path / "output/rollouts.jsonl").read_text().splitlines()) == 2

@@ -451,6 +451,47 @@ async def test_a_row_that_is_ahead_of_the_checkpoint_stands_and_its_episode_is_t
     assert len(driver.rows()) == 2
 
 
+async def test_a_restored_episode_of_a_task_that_is_not_there_any_more_is_retired_and_forgotten(
+    tmp_path: Path,
+) -> None:
+    driver = Driver(tmp_path / "second", 2, started=False)
+    restore(driver.participant, await crashed(tmp_path), "0-0", "7-0")
+    assert driver.participant.to_retire() == ["7-0-a1"]
+    await driver.participant.retire([Episode("7-0", 1)])
+    assert (driver.participant.to_retire(), driver.participant.to_forget()) == ([], ["7-0"])
+    resume(driver.participant, "restore")
+    driver.answer("0-0-a1")
+    driver.answer("1-0-a1")
+    await driver.driving
+    assert driver.sent == ["0-0-a1", "1-0-a1"]
+
+
+async def test_tasks_that_cannot_be_read_cost_no_restored_work(tmp_path: Path) -> None:
+    driver = Driver(tmp_path / "second", 0, started=False)
+    restore(driver.participant, await crashed(tmp_path), "0-0")
+    assert driver.participant.to_retire() == []
+    await driver.driving
+
+
+async def test_what_was_over_before_a_restore_is_forgotten_again_once_nothing_of_it_is_to_be_retired(
+    tmp_path: Path,
+) -> None:
+    """Its watermarks came back with the records: they would be carried on for ever."""
+    row = json.dumps({"_ng_rollout_id": "0-0", "reward": 1.0, "_ng_attempt_index": 0})
+    (tmp_path / "second").mkdir()
+    (tmp_path / "second/rollouts.jsonl").write_text(row + "\n")
+    driver = Driver(tmp_path / "second", 3, started=False)
+    records = await crashed(tmp_path)  # 2-0 had failed
+    await driver.participant.load()
+    restore(driver.participant, records, "0-0")
+    resume(driver.participant, "restore")
+    await driver.begun()
+    assert driver.participant.to_forget() == ["2-0"]
+    await driver.participant.retire([Episode("0-0", 1)])
+    assert driver.participant.to_forget() == ["0-0", "2-0"]
+    driver.stop()
+
+
 async def test_a_restored_attempt_that_is_lost_starts_over_above_it(tmp_path: Path) -> None:
     driver = Driver(tmp_path / "second", 1, started=False)
     restore(driver.participant, await crashed(tmp_path), "0-0")

@@ -143,7 +143,8 @@ class CollectionParticipant(Participant):
     async def _drive(self) -> None:
         await self.load()
         await self.gate.wait_open()
-        waiting = [r for r in self._rollouts if r not in self._done and r not in self._failed]
+        self._forgettable |= self._done | self._failed  # by an earlier process, whose restored marks are here again
+        waiting = [rollout for rollout in self._rollouts if not self._is_over(rollout)]
         waiting.sort(key=lambda rollout: rollout not in self._continued)
         queue = iter(waiting)
 
@@ -192,7 +193,7 @@ class CollectionParticipant(Participant):
                     continue
             finally:
                 del self._outstanding[rollout.id]
-                if rollout.id in self._done or rollout.id in self._failed:
+                if self._is_over(rollout.id):
                     self._continued.pop(rollout.id, None)
                     self._forgettable.add(rollout.id)
                 self.gate.touch()
@@ -263,7 +264,7 @@ class CollectionParticipant(Participant):
         with reading(RECORD):
             attempts = {str(r): int(a) for r, a in record["attempts"].items()}
             failed = set(record["failed"])
-        continued = {e.rollout_id: e for e in plan.episodes.values() if e.rollout_id in self._rollouts}
+        continued = {episode.rollout_id: episode for episode in plan.episodes.values()}
         return attempts, failed, continued
 
     def install(self, staged: tuple[dict[str, int], set[str], dict[str, Episode]]) -> list[str]:
@@ -278,13 +279,21 @@ class CollectionParticipant(Participant):
         for episode in episodes:
             if self._continued.get(episode.rollout_id) == episode:
                 del self._continued[episode.rollout_id]
+                if episode.rollout_id not in self._rollouts:
+                    self._forgettable.add(episode.rollout_id)
 
     def to_retire(self) -> list[str]:
-        """Restored episodes whose row is durable already: the output was ahead of the checkpoint."""
-        return [e.key for r, e in self._continued.items() if r in self._done]
+        """Restored episodes that are not going to be sent: the output was ahead of the checkpoint and has their row, or
+        there are no such tasks any more."""
+        if not self._rollouts:
+            return []  # the tasks could not be read, which may be mended
+        return [e.key for r, e in self._continued.items() if self._is_over(r) or r not in self._rollouts]
 
     def to_forget(self) -> list[str]:
-        return sorted(self._forgettable)
+        return sorted(self._forgettable - set(self._continued))  # what is still to be retired would be marked again
+
+    def _is_over(self, rollout: str) -> bool:
+        return rollout in self._done or rollout in self._failed
 
     def forget(self, rollout_ids: Collection[str]) -> None:
         self._forgettable.difference_update(rollout_ids)
