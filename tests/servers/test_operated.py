@@ -157,6 +157,27 @@ async def test_a_death_during_a_slow_write_of_a_checkpoints_status_delays_nothin
         assert restored == (status["checkpointID"] if phase == "Publishing" else None)
 
 
+@pytest.mark.parametrize("document", [b"", b"not JSON", b"{}", b'{"format":2}', b"\xff\xfe\x00"])
+async def test_k10_a_publication_that_cannot_be_read_ends_its_checkpoint_and_not_the_queue(
+    tmp_path: Path, document: bytes
+) -> None:
+    """Such as one that a newer operator wrote before it was taken back."""
+    async with operated(tmp_path, rows()) as rig:
+        await under_way(rig)
+        rig.checkpoint("torn")
+        await rig.reaches("torn", "Publishing")
+        rig.kill_operator()
+        folder = Path(rig.status(CHECKPOINTS, "torn")["uri"])
+        (folder / CHECKPOINT).unlink(missing_ok=True)
+        (folder / CHECKPOINT).write_bytes(document)
+        rig.start_operator()
+        assert (await taken(rig, "next"))["phase"] == "Succeeded"
+        status = rig.status(CHECKPOINTS, "torn")
+        assert (status["phase"], status["reason"]) == ("Failed", "OperatorRestarted")
+        assert "not of a format this version reads" in status["message"]
+        await to_the_end(rig)
+
+
 async def test_a_publication_whose_answer_was_lost_succeeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original, lost = DirectoryStore.create, False
 

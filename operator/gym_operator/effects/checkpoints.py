@@ -267,8 +267,8 @@ class Checkpoints:
             log.warning("checkpoint %s/%s cannot be settled yet: %s", writer.namespace, writer.name, error)
             return
         except ProtocolError as error:
-            await self._abandon(writer, error.detail)  # what nobody can read, nobody can restore
-            return
+            # As for a recovery: what nobody here can read nobody here can restore.
+            landed = grave.model_copy(update={"reason": error.detail})
         if landed.state == "published":
             self._unsettled.pop(writer.uid, None)
             await self._published(writer, landed, uri, sha256(landed.to_bytes()), None)
