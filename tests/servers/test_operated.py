@@ -320,6 +320,37 @@ async def test_a_second_operator_is_noticed(tmp_path: Path) -> None:
         await to_the_end(rig)
 
 
+async def test_an_operator_that_was_taken_over_from_lets_the_checkpoint_of_its_successor_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes on looking, as one does that was cut off from the API server for a while: what it finds closed is
+    closed by a checkpoint that it knows nothing of."""
+    original, begun = FakeKube.replace_status, asyncio.Event()
+
+    async def slow(self: FakeKube, resource: Any, namespace: str, body: Any) -> Any:
+        written = await original(self, resource, namespace, body)
+        if resource == CHECKPOINTS and body["status"].get("phase") == "Committing" and not begun.is_set():
+            begun.set()
+            await asyncio.sleep(5)  # longer than its looks are apart, shorter than a status may take
+        return written
+
+    monkeypatch.setattr(FakeKube, "replace_status", slow)
+    async with operated(tmp_path, rows()) as rig:
+        await under_way(rig)
+        first = rig.operator
+        assert first is not None
+        rig.start_operator()  # its watches tell the second one alone from now on
+        await asyncio.sleep(2)
+        status = await taken(rig, "one")
+        assert begun.is_set()
+        assert status["phase"] == "Succeeded", status
+        assert rig.phases() == {"idle"}
+        first.session.cut = True
+        first.alive.kill()
+        first.beside.cancel()
+        await to_the_end(rig)
+
+
 @pytest.mark.parametrize("landed", [True, False])
 async def test_a_checkpoint_is_final_only_when_storage_has_been_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, landed: bool

@@ -370,6 +370,7 @@ class CellController:
                 await forget_all(self._clients, verb_id, forget, self._wall() + TEND_SECONDS)
 
     async def _reopen(self, names: Mapping[str, str]) -> None:
+        await self._save()  # one that another coordinator has open looks the same to whoever does not know its record
         for checkpoint_id in sorted(set(names.values())):
             closed = [c for c in self._clients if names.get(c.name) == checkpoint_id]
             await resume_all(closed, checkpoint_id, self._wall() + TEND_SECONDS)
@@ -443,6 +444,7 @@ class CellController:
             {},
         )
         if reopen:
+            await self._save()  # raises where another coordinator has taken over: what is open may be its own by now
             await resume_all(self._clients, left.checkpoint_id, self._wall() + TEND_SECONDS)
         grave = tombstone(request, "its coordinator ended before it was published", self._wall())
         settled = await asyncio.to_thread(settle_left_open, self._open_store(left.uri), left, grave)

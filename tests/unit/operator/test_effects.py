@@ -38,7 +38,7 @@ from gym_operator.effects.storage import StackStorage
 from gym_operator.effects.transport import PodTransport
 from gym_operator.rules.workloads import StackContext
 from gym_rig.fake_kube import FakeKube
-from gym_servers.coordination.record import CellRecord, Stage
+from gym_servers.coordination.record import CellRecord, OpenCheckpoint, Stage
 from gym_servers.stack.spec import StorageSpec
 from gym_servers.storage.store import StorageError, StorageProblem
 
@@ -90,6 +90,22 @@ async def test_another_operators_record_stops_the_writer(kube: FakeKube) -> None
     await writer.load()
     assert writer.record == CellRecord(attempt=7)
     await writer.save_record(CellRecord(attempt=8))
+
+
+async def test_a_record_that_has_not_changed_is_written_all_the_same(kube: FakeKube) -> None:
+    """Whoever is about to act on what he knows learns in this way that it is out of date."""
+    writer, other = stack(kube), StackWriter(kube, NS, "demo", STACK_UID)
+    await writer.load()
+    record = CellRecord(stage=Stage.RUNNING)
+    await writer.save_record(record)
+    writes = len(kube.writes)
+    await writer.save_record(record)
+    assert len(kube.writes) == writes + 1
+    await other.load()
+    opened = OpenCheckpoint(checkpoint_id="cp", name="cp", uri="u", sequence=1)
+    await other.save_record(record.model_copy(update={"open": opened}))
+    with pytest.raises(Superseded):
+        await writer.save_record(record)
 
 
 async def test_an_own_write_whose_answer_was_lost_is_known_again(kube: FakeKube) -> None:
