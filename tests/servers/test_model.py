@@ -73,6 +73,24 @@ async def test_a_call_that_runs_is_joined_also_while_closed() -> None:
     assert engine.generated == 1
 
 
+async def test_a_call_without_a_position_waits_while_a_checkpoint_is_open_and_then_begins() -> None:
+    """Its agent does not know what `admission_closed` means. It holds nothing up, and a retire meanwhile counts."""
+    engine = Engine()
+    prepare(engine.participant)
+    held = [asyncio.create_task(engine.call("", episode=episode)) for episode in (R1, Episode("s", 0))]
+    await asyncio.sleep(100)
+    assert await code(engine.call("1.1", episode=R1)) == "admission_closed"
+    assert engine.participant.survey().ready
+    assert await commit(engine.participant) == {}
+    assert engine.generated == 0
+    engine.participant.gate.fence.mark("s", 0)
+    resume(engine.participant)
+    assert await held[0] == 1
+    assert await code(held[1]) == "stale_attempt"
+    fresh = Engine(started=False)
+    assert await code(fresh.call("")) == "admission_closed"
+
+
 async def test_calls_without_a_position_are_each_generated() -> None:
     engine = Engine()
     assert [await engine.call(""), await engine.call("")] == [1, 2]

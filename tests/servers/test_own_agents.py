@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import httpx
 import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from gym_rig.cell import Rig, cell
-from gym_rig.verbs import checkpoint, restore_built, resume
+from gym_rig.network import Seen
+from gym_rig.verbs import checkpoint, commit, prepare, restore_built, resume
 from gym_rig.virtual import settle
 from gym_rig.wire import code, foreign, ok, post, serving
 from gym_servers.agent.server import AgentServer, AgentSetup
+from gym_servers.agent.tools import function_calls, items_of
 from gym_servers.engine.rows import counter_rows
 from gym_servers.http.episode_path import required_episode
 from gym_servers.protocol import headers
@@ -202,23 +206,31 @@ class Unsure(Notes):
     checkpoint_sessions_supported: ClassVar[bool] = False
 
 
-async def test_an_own_application_that_opts_in_holds_a_checkpoint_up_while_it_works(
+async def test_an_activation_of_an_own_application_that_opts_in_holds_no_checkpoint_up_and_is_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also where it ends while the checkpoint is open: what was reported stays as it was until the resume."""
     async with foreign(tmp_path, servers=own(tmp_path)) as rig:
         await serving(rig)
         seed = "/ng-rollout/x/v1/agent_sessions"
         response = await post(rig, "agent", seed, {"agent_session_id": "x"})
         assert headers.RESTART not in response.headers
         monkeypatch.setattr(Notes, "held", asyncio.Event())
-        running = asyncio.create_task(post(rig, "agent", "/ng-rollout/x/v1/responses", {}))
+        running = asyncio.create_task(post(rig, "agent", "/ng-rollout/x/v1/responses", {}, **FIRST))
         await settle()
-        survey = rig.participant("agent").survey()
-        assert ([b.where for b in survey.blockers], survey.restarts) == (["activation"], frozenset())
+        participant = rig.participant("agent")
+        assert prepare(participant)
+        assert participant.survey().restarts == {"x"}
         assert Notes.held is not None
         Notes.held.set()
+        await asyncio.sleep(10)
+        assert not running.done()
+        assert participant.survey().restarts == {"x"}
+        assert await commit(participant) == {}
+        resume(participant)
         assert (await running).json()["count"] == 1
-        assert rig.participant("agent").survey().ready
+        assert participant.survey().restarts == frozenset()
+        assert list(await checkpoint(participant)) == ["x"]
 
 
 async def test_a_failed_seed_of_an_own_application_leaves_no_session(tmp_path: Path) -> None:
@@ -441,3 +453,95 @@ async def test_a_close_ends_a_restored_session_of_an_own_application_too(tmp_pat
         resume(fresh, "restore")
         await ok(rig, "agent", "/ng-rollout/x-a1/v1/agent_sessions/close", {"agent_session_id": "x"})
         assert (fresh.survey().counts["sessions"], Notes.last.counts) == (0, {})
+
+
+# ---- one that knows nothing of checkpoints ------------------------------------------------------------------
+
+
+class Unaware(AgentServer):
+    """The usual loop by a plain client: any error is the end of its work."""
+
+    checkpoint_sessions_supported: ClassVar[bool] = True
+
+    def __init__(self, setup: AgentSetup) -> None:
+        super().__init__(setup)
+        self._http = httpx.AsyncClient(timeout=None)
+        self._cookies: dict[str, dict[str, str]] = {}
+
+    def setup_webserver(self) -> FastAPI:
+        app = FastAPI()
+
+        @app.post("/v1/agent_sessions")
+        async def seed(body: dict[str, Any]) -> dict[str, Any]:
+            self._cookies[required_episode().key] = body["tool_accesses"][0]["cookies"]
+            return {"agent_session_id": body["agent_session_id"]}
+
+        @app.post("/v1/agent_sessions/close")
+        async def close(body: dict[str, Any]) -> dict[str, Any]:
+            return {"agent_session_id": body["agent_session_id"]}
+
+        @app.post("/v1/responses")
+        async def responses(params: dict[str, Any]) -> dict[str, Any]:
+            items = items_of(params["input"])
+            while True:
+                reply = await self._post("policy", "/v1/responses", {**params, "input": items})
+                items += reply["output"]
+                calls = function_calls(reply)
+                if not calls:
+                    return {**reply, "output": items[1:]}
+                for call in calls:
+                    output = await self._post("counter", f"/{call['name']}", json.loads(call["arguments"]))
+                    result = {"type": "function_call_output", "call_id": call["call_id"]}
+                    items.append({**result, "output": json.dumps(output)})
+
+        return app
+
+    async def _post(self, host: str, path: str, body: Any) -> Any:
+        key = required_episode().key
+        cookies = "; ".join(f"{name}={value}" for name, value in self._cookies[key].items())
+        reply = await self._http.post(f"http://{host}/ng-rollout/{key}{path}", json=body, headers={"cookie": cookies})
+        reply.raise_for_status()
+        return reply.json()
+
+    async def export_agent_sessions(self, keys: Sequence[str]) -> Mapping[str, Any]:
+        return {key: self._cookies[key] for key in keys}
+
+    async def restore_agent_sessions(self, sessions: Mapping[str, Any]) -> None:
+        self._cookies = {key: dict(cookies) for key, cookies in sessions.items()}
+
+    async def retire_agent_session(self, key: str) -> None:
+        self._cookies.pop(key, None)
+
+
+class UnawareAndUnsure(Unaware):
+    checkpoint_sessions_supported: ClassVar[bool] = False
+
+
+@pytest.mark.parametrize("name", ["Unaware", "UnawareAndUnsure"])
+async def test_checkpoints_are_taken_beside_an_application_that_knows_nothing_of_them_and_cost_it_nothing(
+    tmp_path: Path, name: str
+) -> None:
+    """Whatever it is at: no activation fails by a checkpoint, and after a death its rollouts start over."""
+    async with cell(tmp_path, counter_rows(2, 2), servers=own(tmp_path, name)) as rig:
+        rig.network.latency = 0.1
+        in_a_tool, asked = False, 0
+
+        def noted(seen: Seen) -> None:
+            nonlocal in_a_tool, asked
+            in_a_tool |= seen.host == "counter" and not seen.path.endswith(("_session", "/verify"))
+            asked += seen.host == "policy" and rig.participant("policy").gate.checkpoint_open
+
+        rig.network.on_request = noted
+        for number in range(2):
+            in_a_tool, rig.journal_file.seconds = False, 2.0  # by when the model has closed, and not opened again
+            await rig.until(lambda: in_a_tool)  # noqa: B023 - it is what is waited for
+            outcome = await rig.checkpoint(f"cp{number}")
+            rig.journal_file.seconds = 0.0
+            assert len(outcome.publication.restarts) == 2  # all of them were in their loops
+            assert asked > number, "no model call met the checkpoint"
+        assert not (tmp_path / "output/rollouts_failures.jsonl").exists()
+        rig.kill("counter")
+        await rig.until(rig.complete)
+        assert not (tmp_path / "output/rollouts_failures.jsonl").exists()
+        counted = rig.account(2)  # its tool calls have no ids to be counted by: a doubled one shows in the reward
+        assert (counted.rows, counted.reward_mean) == (2, 1.0)

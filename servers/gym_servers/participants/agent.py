@@ -205,8 +205,9 @@ class AgentParticipant(AgentTurns):
     async def exclusive(
         self, session: Session, index: int | None, digest: str, work: Callable[[], Awaitable[dict[str, Any]]]
     ) -> dict[str, Any]:
-        """A call on a session that has no boundaries inside: a checkpoint waits for its end. Where it has an index, a
-        repeat joins it or gets its reply again."""
+        """A call on a session that has no boundaries inside: it holds no checkpoint up, and one that is taken meanwhile
+        cannot continue its episode. To wait for it would be in vain: its next model call is not admitted any more.
+        Where it has an index, a repeat joins it or gets its reply again."""
         episode = session.episode
         name = "" if index is None else f"activation {index}"
         if (reply := self._known(session, index, digest)) is not None:
@@ -221,15 +222,19 @@ class AgentParticipant(AgentTurns):
                 return reply
             call = self._calls.find(episode, name, digest)
 
-        async def step() -> dict[str, Any]:
-            async with self.step(episode, "activation"):
+        async def run() -> dict[str, Any]:
+            await self.gate.wait_checkpoint_closed()
+            self._check(episode)
+            try:
                 response = await work()
-                if index is not None:
-                    session.reply = Reply(index, digest, response)
-                return response
+            finally:
+                await self.gate.wait_checkpoint_closed()  # what was reported as a restart stays one until then
+            if index is not None:
+                session.reply = Reply(index, digest, response)
+            return response
 
         if call is None:
-            call = self._calls.begin(episode, name, digest, step, restart=not self.exportable)
+            call = self._calls.begin(episode, name, digest, run, restart=True)
         result: dict[str, Any] = await self._calls.join(call)
         return result
 

@@ -48,8 +48,8 @@ class ModelParticipant(Participant):
     ) -> CallRecord:
         """Generate once for each position of an episode; a repeat joins the call or gets its reply again.
 
-        Raises `admission_closed` while closed, `stale_attempt`, and `checkpoint_conflict` for another request
-        at a position that is taken.
+        Raises `admission_closed` while closed, `stale_attempt`, and `checkpoint_conflict` for another request at a
+        position that is taken. A call without a position waits while a checkpoint is open.
         """
         if self.gate.enabled:
             self.gate.fence.check(episode)
@@ -62,7 +62,11 @@ class ModelParticipant(Participant):
             if position and running.episode == episode and running.position == position:
                 _same_request(episode, position, digest, running.digest)
                 return await self._join(running)
-        self.gate.require_open()
+        if position:
+            self.gate.require_open()
+        else:
+            # Its agent does not speak the protocol: it would take a refusal for the end of its work.
+            await self.gate.enter()
         self.gate.admit(episode)
         call = Call(episode, position, digest, asyncio.ensure_future(self._deliver(episode, generate)))
         self._calls.add(call)
