@@ -981,3 +981,50 @@ async def test_a_retire_looks_at_its_own_rollout_alone() -> None:
     await participant.retire([Episode("r3", 0)])
     assert participant.session_of(Episode("r3", 0)) is None
     assert len(participant._sessions) == 4
+
+
+@pytest.mark.parametrize("how", ["close", "retire"])
+@pytest.mark.parametrize("still", [True, False])
+async def test_a_session_whose_end_fails_is_named_with_its_age_and_holds_nothing_up_once_its_rollout_is_forgotten(
+    how: str, still: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = Own()
+    own.broken = True
+    participant = opted(own)
+    session = await seeded(participant)
+    for _ in range(2):
+        await asyncio.sleep(7)
+        end = participant.close(session.id, R0) if how == "close" else participant.retire([R0])
+        assert await code(end) == "checkpoint_error"
+    await asyncio.sleep(3)
+    assert not prepare(participant)
+    assert [(one.id, one.where, one.age_seconds) for one in participant.survey().blockers] == [("r", "ending", 10.0)]
+    resume(participant)
+    own.broken = still
+    participant.forget(["r"])
+    await settle()
+    assert await checkpoint(participant) == {}
+    assert participant.survey().counts == {"sessions": 0, "busy": 0}
+    assert own.retired == ([] if still else ["r"])
+    assert ("could not be freed" in caplog.text) == still
+
+
+async def test_a_forgotten_rollout_whose_session_is_not_ending_keeps_it() -> None:
+    """Whoever forgets too early costs it its receipts, not its work."""
+    participant = opted(Own())
+    session = await seeded(participant)
+    participant.forget(["r"])
+    assert participant.session(session.id, R0) is session
+
+
+async def test_an_end_that_is_under_way_when_its_rollout_is_forgotten_is_not_begun_again() -> None:
+    own = Own()
+    own.held = asyncio.Event()
+    participant = opted(own)
+    session = await seeded(participant)
+    closing = asyncio.create_task(participant.close(session.id, R0))
+    await settle()
+    participant.forget(["r"])
+    own.held.set()
+    await closing
+    assert (own.retired, participant.survey().counts) == (["r"], {"sessions": 0, "busy": 0})

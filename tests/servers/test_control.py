@@ -840,3 +840,22 @@ async def test_c16_a_manifest_of_another_instance_is_never_restored(tmp_path: Pa
     other.plane.author = replace(other.plane.author, instance="other")
     error = await refused(other.restore(), "invalid_checkpoint_state")
     assert "environment/other" in error.detail
+
+
+async def test_a_retire_that_keeps_failing_holds_nothing_up_once_its_rollout_is_forgotten(
+    idle: Callable[[], Control],
+) -> None:
+    control = idle()
+
+    async def broken(_: Any) -> None:
+        raise OSError("the sandbox does not answer")
+
+    control.plane._retires._retire = broken
+    await refused(control.call("retire", "v", episode_ids=["r", "s"]), "checkpoint_error")
+    control.plane._retires._retire = lambda _: asyncio.sleep(100)
+    await refused(control.call("retire", "v", seconds=1, episode_ids=["x"]), "deadline_exceeded")
+    await control.call("forget", "v", rollout_ids=["r", "x"])
+    assert {one["id"] for one in (await control.status())["report"]["blockers"]} == {"s", "x"}  # x is under way
+    await control.call("forget", "v", rollout_ids=["s"])
+    await asyncio.sleep(100)
+    assert (await control.call("prepare"))["phase"] == "prepared"

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from gym_rig.cell import GRACE, Rig, cell
+from gym_servers.agent.simple_agent import SimpleAgent
 from gym_servers.control.plane import ControlPlane
 from gym_servers.coordination import controller
 from gym_servers.coordination.client import ParticipantClient, Unreachable
@@ -239,3 +240,45 @@ async def test_a_number_that_an_abandoned_recovery_reserved_does_not_hold_the_dr
         counted = rig.account(2)
         assert counted.problems == []
         assert set(counted.attempts) == {"2"}  # 1 is the recovery's, whatever became of it
+
+
+async def test_a_restored_session_that_cannot_be_ended_costs_neither_the_recovery_nor_later_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The output is ahead of the checkpoint, and the agent's own end of such a session fails for ever."""
+    async with cell(tmp_path, counter_rows(4, 1)) as rig:
+        await checkpointed(rig)
+        await rig.until(lambda: rig.progress().get("rows", 0) >= 1)
+        failed: list[str] = []
+
+        async def fails(_: SimpleAgent, key: str) -> None:
+            failed.append(key)
+            raise OSError("the sandbox does not answer")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(SimpleAgent, "retire_agent_session", fails)
+            rig.kill("policy")
+            await rig.until(lambda: rig.running(1))
+            await rig.until(lambda: failed and not rig.participant("collection").to_retire())
+            await rig.checkpoint("two")
+        await rig.until(rig.complete)
+        assert rig.controller.record.attempt == 1
+        assert rig.account(4).problems == []
+        await rig.until(lambda: not rig.participant("collection").to_forget())
+        for name in ("env", "agent", "counter", "policy"):
+            counts = rig.participant(name).survey().counts
+            assert not any(counts.values()), (name, counts)
+
+
+async def test_sessions_that_cannot_be_ended_hold_up_no_checkpoint_after_their_rollouts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(_: SimpleAgent, key: str) -> None:
+        raise OSError("the sandbox does not answer")
+
+    monkeypatch.setattr(SimpleAgent, "retire_agent_session", fails)
+    async with cell(tmp_path, counter_rows(4, 1)) as rig:
+        await rig.until(lambda: rig.progress().get("failed", 0) >= 1)
+        assert rig.progress()["failed"] < 4, "nothing is left to be continued"
+        await rig.until(lambda: not rig.participant("collection").to_forget())
+        await rig.checkpoint("late")

@@ -699,6 +699,30 @@ async def test_a_retire_whose_hook_fails_can_be_repeated_and_frees_what_is_left(
     assert tools.participant.survey().counts["sessions"] == 0
 
 
+@pytest.mark.parametrize("still", [True, False])
+async def test_a_session_whose_end_failed_is_not_kept_once_its_rollout_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch, still: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    tools = Tools()
+    await tools.seed()
+    await tools.seed("t", Episode("other", 0))
+
+    async def fails(_: str) -> None:
+        raise OSError("busy")
+
+    working = tools.participant.hooks
+    monkeypatch.setattr(tools.participant, "hooks", replace(working, retire=fails))
+    with pytest.raises(OSError, match="busy"):
+        await tools.participant.close("s", R0)
+    if not still:
+        monkeypatch.setattr(tools.participant, "hooks", working)
+    tools.participant.forget(["r", "other"])
+    await settle()
+    assert set(await checkpoint(tools.participant)) == {"t"}  # what has not ended is kept
+    assert tools.participant.survey().counts["sessions"] == 1
+    assert ("s" in tools.values) == still == ("could not be freed" in caplog.text)
+
+
 async def test_c8_a_call_that_slips_in_around_a_cut_is_in_it_or_after_it() -> None:
     """At every moment between the closing of admission and the freeze: never in neither, never in both."""
     for moment in range(8):

@@ -335,6 +335,7 @@ class ControlPlane:
         self._require_settled("forget")
         for rollout in request.rollout_ids:
             self.gate.fence.forget(rollout)
+        self._retires.forget(request.rollout_ids)
         self.participant.forget(request.rollout_ids)
         return m.ForgetReply(forgotten=request.rollout_ids)
 

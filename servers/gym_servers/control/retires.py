@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from gym_servers.participants.gate import Gate
 from gym_servers.protocol.errors import ProtocolError
-from gym_servers.protocol.identity import Episode
+from gym_servers.protocol.identity import Episode, parse_key
 from gym_servers.protocol.messages import Blocker
 
 log = logging.getLogger("gym_servers")
@@ -61,6 +61,12 @@ class Retires:
             del self._unfinished[episode.key]
         self.done += len(episodes)
         self._gate.touch()
+
+    def forget(self, rollout_ids: Collection[str]) -> None:
+        """Nobody asks again for what failed of these rollouts: it holds nothing up from now on."""
+        gone = set(rollout_ids)
+        for key in [key for key in self._unfinished if parse_key(key).rollout_id in gone and self._failed(key)]:
+            del self._unfinished[key]
 
     def blockers(self) -> list[Blocker]:
         now = self._gate.clock()

@@ -171,7 +171,8 @@ class AgentParticipant(AgentTurns):
     async def _free(self, session: Session, finish: Callable[[], Awaitable[Any]] | None = None) -> Any:
         """End a session once, whoever asks for it; a caller that leaves does not interrupt that. What came of the
         `finish` of whoever was first."""
-        session.closing = True
+        if not session.closing:
+            session.closing, session.closing_since = True, self.gate.clock()
         if session.ending is None:
             session.ending = asyncio.ensure_future(self._end(session, finish))
         return await asyncio.shield(session.ending)
@@ -311,11 +312,14 @@ class AgentParticipant(AgentTurns):
         blockers = self._busy.blockers(passed)
         for session in self._sessions.values():
             active = session.activation
-            stands = not session.closing and (active is None or active.standing)
-            if not stands and session.episode.key not in passed:
-                age = round(now - active.since, 3) if active is not None else 0.0
-                where = "ending" if session.closing or active is None else active.where
-                blockers.append(Blocker(id=session.episode.key, where=where, age_seconds=age))
+            if session.closing:
+                where, since = "ending", session.closing_since
+            elif active is not None and not active.standing:
+                where, since = active.where, active.since
+            else:
+                continue
+            if session.episode.key not in passed:
+                blockers.append(Blocker(id=session.episode.key, where=where, age_seconds=round(now - since, 3)))
         counts = {"sessions": len(self._sessions), "busy": len(self._busy) + len(self._calls)}
         return Survey(blockers, counts, restarts)
 
@@ -380,4 +384,10 @@ class AgentParticipant(AgentTurns):
                 raise failure
 
     def forget(self, rollout_ids: Collection[str]) -> None:
+        """Nobody asks for their ends any more: a session whose end has failed holds nothing up from now on."""
         self._answered.forget(rollout_ids)
+        for rollout in rollout_ids:
+            for session in [one for one in self._by_rollout.get(rollout, {}).values() if one.closing]:
+                self._remove(session)
+                if session.ending is None:
+                    self._freeing.begin([session.episode.key])  # once more

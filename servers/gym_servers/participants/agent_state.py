@@ -70,6 +70,7 @@ class Session:
     restored: Activation | None = None
     activations: int = 0
     closing: bool = False
+    closing_since: float = 0.0
     ending: asyncio.Task[Any] | None = None
     restart: bool = False
     anonymous: bool = False

@@ -290,13 +290,14 @@ class CollectionParticipant(Participant):
         return [e.key for r, e in self._continued.items() if self._is_over(r) or r not in self._rollouts]
 
     def to_forget(self) -> list[str]:
-        return sorted(self._forgettable - set(self._continued))  # what is still to be retired would be marked again
+        return sorted(self._forgettable)
 
     def _is_over(self, rollout: str) -> bool:
         return rollout in self._done or rollout in self._failed
 
     def forget(self, rollout_ids: Collection[str]) -> None:
-        self._forgettable.difference_update(rollout_ids)
+        # What is still to be retired is marked once more by that, and has to be forgotten again.
+        self._forgettable.difference_update(set(rollout_ids) - set(self._continued))
 
     def progress(self) -> dict[str, int]:
         return {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -375,6 +375,14 @@ class ResourcesParticipant(Participant):
         await self._end_all(
             [one for rollout, attempt in wanted.items() for one in self._sessions.up_to(rollout, attempt)]
         )
+
+    def forget(self, rollout_ids: Collection[str]) -> None:
+        """Nobody asks for their ends any more: a session whose end has failed is not kept."""
+        for rollout in rollout_ids:
+            for session in self._sessions.of_rollout(rollout):
+                if session.ended and not session.lock.locked():
+                    self._sessions.remove(session)
+                    self._freeing.begin([session.id])  # once more
 
     async def park(self) -> None:
         sessions = [session.id for session in self._sessions.values() if not session.ended]

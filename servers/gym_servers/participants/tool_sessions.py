@@ -61,6 +61,10 @@ class SessionTable:
         of_rollout = self._by_rollout.get(rollout_id, ())
         return [one for one in of_rollout if one.episode is not None and one.episode.attempt <= attempt]
 
+    def of_rollout(self, rollout_id: str) -> list[ToolSession]:
+        """The sessions of a rollout, whatever their attempts."""
+        return list(self._by_rollout.get(rollout_id, ()))
+
     def keys(self) -> frozenset[str]:
         return frozenset(self._by_key)
 
