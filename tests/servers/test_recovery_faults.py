@@ -19,6 +19,7 @@ from gym_servers.coordination.client import ParticipantClient, Unreachable
 from gym_servers.coordination.record import CellRecord, Stage
 from gym_servers.engine.rows import counter_rows
 from gym_servers.participants.collection import CollectionParticipant
+from gym_servers.participants.resources import ResourcesParticipant
 from gym_servers.protocol.phases import Phase
 
 SLOW_SECONDS = GRACE * 1.5  # longer than a lease, shorter than an installation may take
@@ -141,6 +142,35 @@ async def test_c7_a_status_that_is_lost_during_an_installation_costs_no_other_re
 
 def phases(rig: Rig) -> set[Phase]:
     return {one.server.participant.gate.phase for one in rig.processes_by_name.values()}
+
+
+@pytest.mark.parametrize(
+    ("commit_timeout", "seconds", "attempts"),
+    [(120.0, 200.0, 1), (600.0, 1000.0, 1), (60.0, 200.0, 2), (60.0, 400.0, 3)],
+)
+async def test_what_could_be_written_can_be_restored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commit_timeout: float, seconds: float, attempts: int
+) -> None:
+    """A restore that takes as long as the records took to be written; also where a checkpoint had more time of its
+    own than the stack gives."""
+    async with cell(tmp_path, counter_rows(4, 1)) as rig:
+        await checkpointed(rig)
+        rig.controller.settings = rig.cell_settings(commit_timeout=commit_timeout)
+        original = ResourcesParticipant.build
+
+        async def slow(self: ResourcesParticipant, staged: Any) -> Any:
+            await asyncio.sleep(seconds)
+            return await original(self, staged)
+
+        monkeypatch.setattr(ResourcesParticipant, "build", slow)
+        rig.kill("agent")
+        while not rig.running(attempts):
+            assert rig.controller.record.stage is not Stage.STALLED
+            await rig.controller.look()
+            await asyncio.sleep(1)
+        assert rig.controller.record.attempt == attempts
+        assert {one.checkpoint and one.checkpoint.name for one in rig.controller.record.recoveries} == {"one"}
+        await all_continued(rig)
 
 
 async def test_looks_go_on_after_an_installation_that_was_cancelled(

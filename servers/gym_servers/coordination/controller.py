@@ -33,6 +33,7 @@ from gym_servers.coordination.install import (
     check_source,
     open_all,
     restore_all,
+    restore_seconds,
 )
 from gym_servers.coordination.record import (
     KEPT_RECOVERIES,
@@ -207,7 +208,10 @@ class CellController:
         if restore and record.restore is not None:
             publication = await asyncio.to_thread(self._publication, record.restore)
             uri = record.restore.uri
-            await restore_all(clients, publication, uri, verb_id, record.attempt, grace, self._wall, sessions)
+            seconds = restore_seconds(self.settings.commit_timeout, record.failures)
+            await restore_all(
+                clients, publication, uri, verb_id, record.attempt, grace, self._wall, sessions, seconds
+            )
             await open_all(clients, verb_id, record.attempt, grace, self._wall, sessions)
             await check_source(clients, verb_id, self._wall() + TEND_SECONDS)
             return

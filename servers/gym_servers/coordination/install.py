@@ -14,7 +14,8 @@ from gym_servers.storage.manifest import Publication
 
 log = logging.getLogger("gym_servers")
 
-INSTALL_SECONDS = 120.0
+INSTALL_SECONDS = 120.0  # for opening a cell; a restore has it at least
+MOST_DOUBLINGS = 5
 
 
 class RecordsRefused(Exception):
@@ -29,6 +30,13 @@ class InstallRefused(InstallFailed):
     """A participant answered that it could not build what its records describe: once may be chance."""
 
 
+def restore_seconds(commit_timeout: float, failures: int) -> float:
+    """How long a restore may take: more than its records could take to be written. Again twice as long for each
+    recovery in a row, since a checkpoint may have been given more time than its stack gives."""
+    doublings = min(max(failures - 1, 0), MOST_DOUBLINGS)
+    return max(INSTALL_SECONDS, 2 * commit_timeout) * float(2**doublings)
+
+
 async def restore_all(
     clients: Sequence[ParticipantClient],
     publication: Publication,
@@ -38,9 +46,10 @@ async def restore_all(
     grace: float,
     wall: Callable[[], float],
     sessions: Mapping[str, str],
+    seconds: float,
 ) -> None:
-    """Restore all participants at once, then retire what the driver's output is ahead of. `sessions`: name -> the
-    process that is meant.
+    """Restore all participants at once, in so many `seconds`, then retire what the driver's output is ahead of.
+    `sessions`: name -> the process that is meant.
 
     Raises RecordsRefused, InstallRefused, or InstallFailed.
     """
@@ -48,7 +57,7 @@ async def restore_all(
     missing = [c.name for c in clients if (c.kind, c.name) not in digests]
     if missing:
         raise RecordsRefused(f"the checkpoint has no records of {', '.join(missing)}")
-    deadline = wall() + INSTALL_SECONDS
+    deadline = wall() + seconds
     # Those that are done early wait for the last one: their leases must not run out meanwhile.
     async with leased(lambda: clients, restore_id, grace):
         await _restore(clients, publication, uri, restore_id, cell_attempt, digests, sessions, deadline)
