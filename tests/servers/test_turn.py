@@ -166,6 +166,35 @@ async def test_a_close_that_fails_or_hangs_does_not_keep_the_other_session_open(
         assert now() - began == pytest.approx(8 if how == "hangs" else 0, abs=0.5)
 
 
+@pytest.mark.parametrize("begins", ["before", "meanwhile"])
+async def test_time_in_which_a_checkpoint_is_open_does_not_count_against_cleanup(
+    tmp_path: Path, begins: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The closes wait at their servers for the resume; only then do they have their time, and only then is the
+    episode over."""
+    async with configured(tmp_path, cleanup_timeout_seconds=8) as rig:
+        env, agent, counter = (rig.participant(name) for name in ("env", "agent", "counter"))
+        episode = running(rig)
+        await rig.until(rig.effects)
+        closed = [agent, counter] if begins == "before" else [env, agent, counter]
+        for participant in closed:
+            prepare(participant)
+        live = env._live["x"]
+        live.task.cancel()
+        await asyncio.sleep(3)
+        if begins == "before":
+            prepare(env)
+        await asyncio.sleep(100)
+        assert not live.task.done()
+        for participant in (counter, agent, env):
+            resume(participant)
+        await asyncio.wait([live.task], timeout=1)
+        assert live.task.done()
+        assert empty(rig)
+        assert "not done in" not in caplog.text
+        assert (await episode)["error"]["code"] == "stale_attempt"
+
+
 async def test_a_limit_that_comes_during_cleanup_does_not_take_the_row_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,8 @@ import abc
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 from gym_servers.http.peers import PeerFailed, Peers, PeerUnreachable, Reply
@@ -101,13 +103,18 @@ class EnvironmentServer(abc.ABC):
     async def _within_limit(self, live: Live, cleanups: Sequence[Callable[[], Awaitable[None]]]) -> None:
         limit = self._participant.limits.cleanup_timeout_seconds
         begun: list[asyncio.Task[None]] = []
+
+        async def each() -> None:
+            for cleanup in cleanups:
+                begun.append(asyncio.create_task(_logged(live, cleanup)))
+                share = self._participant.cleanup_budget(live, limit / len(cleanups))
+                with suppress(OverLimit):
+                    await share.spend(partial(asyncio.wait, begun[-1:]))
+            await asyncio.gather(*begun)
+
         try:
-            async with asyncio.timeout(limit):
-                for cleanup in cleanups:
-                    begun.append(asyncio.create_task(_logged(live, cleanup)))
-                    await asyncio.wait(begun[-1:], timeout=limit / len(cleanups))
-                await asyncio.gather(*begun)
-        except TimeoutError:
+            await self._participant.cleanup_budget(live, limit).spend(each)
+        except OverLimit:
             for task in begun:
                 task.cancel()
             log.warning("cleanup of %s: not done in %g s", live.episode.key, limit)

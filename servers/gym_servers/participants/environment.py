@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from gym_servers.participants.answered import Answered, same_request
@@ -41,14 +41,16 @@ class Boundary:
 
 @dataclass(eq=False)
 class Live:
-    """One running episode. `budget` is the work it may still do, `waiting` how long it may queue. An `anonymous` one
-    has a made-up name, which goes into no path: its caller gave none, and checkpointing is off."""
+    """One running episode. `budget` is the work it may still do, `waiting` how long it may queue, `cleanups` how long
+    ending its sessions may take. An `anonymous` one has a made-up name, which goes into no path: its caller gave none,
+    and checkpointing is off."""
 
     episode: Episode
     digest: str
     since: float
     budget: Budget
     waiting: Budget
+    cleanups: list[Budget] = field(default_factory=list, kw_only=True)
     anonymous: bool = False
     claimed: bool = False
     task: asyncio.Task[Any] | None = None
@@ -267,6 +269,15 @@ class EnvironmentParticipant(Participant):
         live.boundary = None
         self.gate.touch()
 
+    def cleanup_budget(self, live: Live, seconds: float) -> Budget:
+        """Time for ending what an episode holds. While a checkpoint is open its peers may let it wait: that does not
+        count."""
+        budget = Budget(seconds, self.gate.clock)
+        live.cleanups.append(budget)
+        if self.gate.checkpoint_open:
+            budget.hold(_CHECKPOINT)
+        return budget
+
     # ---- participant --------------------------------------------------------------------------------------
 
     def closing(self, restarts: frozenset[str]) -> None:
@@ -274,12 +285,13 @@ class EnvironmentParticipant(Participant):
         for live in self._live.values():
             if live.replaying:
                 live.budget.hold(_CHECKPOINT)
-            live.waiting.hold(_CHECKPOINT)
+            for budget in (live.waiting, *live.cleanups):
+                budget.hold(_CHECKPOINT)
 
     def resumed(self) -> None:
         for live in self._live.values():
-            live.budget.release(_CHECKPOINT)
-            live.waiting.release(_CHECKPOINT)
+            for budget in (live.budget, live.waiting, *live.cleanups):
+                budget.release(_CHECKPOINT)
 
     def survey(self) -> Survey:
         now = self.gate.clock()
