@@ -117,6 +117,32 @@ def test_a_second_runner_in_a_folder_is_refused_and_the_first_goes_on(tmp_path: 
         eventually(lambda: len(children(next_one.pid)) == 5)
 
 
+def test_a_run_that_has_given_up_says_so_and_another_one_in_its_folder_goes_on(tmp_path: Path) -> None:
+    document = stack(tmp_path, None)
+    document["spec"]["recovery"] = {"backoffLimit": 0}
+    (tmp_path / "stack.yaml").write_text(yaml.safe_dump(document))
+    record = tmp_path / "run" / "cell.json"
+
+    def in_service() -> bool:
+        return record.exists() and json.loads(record.read_text())["stage"] == "running"
+
+    with up(tmp_path) as process:
+        eventually(in_service)
+        os.kill(children(process.pid)[0], signal.SIGKILL)
+        assert process.wait(timeout=PATIENCE_SECONDS) == 1
+    stalled, last = (tmp_path / "up.log").read_text().splitlines()[-2:]
+    assert "RecoveryStalled" in stalled
+    assert "Incomplete: 0 of 2 rows are there; the cell has given up" in last
+    with up(tmp_path) as process:
+        said(tmp_path, process, "TriedAgain: the run before had given up")
+        said(tmp_path, process, "Recovered: attempt 1 runs from the input")
+    record.write_text("{")
+    done = ended(tmp_path, "up", "stack.yaml", "--folder", "run")
+    assert done.returncode == 2
+    assert "cell.json" in done.stderr.splitlines()[-1]
+    quiet(tmp_path)
+
+
 def ended(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """A command that ends by itself."""
     command = [sys.executable, "-m", "gym_servers", *arguments]

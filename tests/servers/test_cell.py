@@ -17,7 +17,7 @@ from gym_servers.agent.simple_agent import SimpleAgent
 from gym_servers.collection.output import DirectoryOutput
 from gym_servers.control import plane
 from gym_servers.coordination.checkpoint import Progress
-from gym_servers.coordination.record import Stage
+from gym_servers.coordination.record import Stage, tried_again
 from gym_servers.engine.rows import counter_rows
 from gym_servers.participants.agent import AgentParticipant
 from gym_servers.protocol.errors import ProtocolError
@@ -299,7 +299,7 @@ async def test_a_row_that_is_ahead_of_the_checkpoint_is_kept_and_its_episode_is_
 async def test_restored_work_of_tasks_that_are_gone_is_freed_and_nothing_of_what_is_over_is_kept(
     tmp_path: Path,
 ) -> None:
-    """The tasks were cut short between two processes of the driver: neither sessions nor watermarks are carried on."""
+    """The tasks were cut short between two processes of the driver: no session or watermark of theirs is kept."""
     async with cell(tmp_path, counter_rows(4, 2)) as rig:
         await rig.until(lambda: rig.effects() >= 4)
         await rig.checkpoint("one")
@@ -315,3 +315,20 @@ async def test_restored_work_of_tasks_that_are_gone_is_freed_and_nothing_of_what
             counts = rig.participant(name).survey().counts
             assert not any(counts.values()), (name, counts)
         assert len((tmp_path / "output/rollouts.jsonl").read_text().splitlines()) == 2
+
+
+async def test_a_recovery_that_was_asked_for_is_no_failure_and_one_after_it_is(tmp_path: Path) -> None:
+    """All processes were ended by whoever runs the cell again: with no failure allowed it goes on all the same."""
+    async with cell(tmp_path, counter_rows(2, 2), recovery={"backoffLimit": 0}) as rig:
+        await rig.until(lambda: rig.effects() >= 2)
+        await rig.checkpoint("one")
+        for attempt in (1, 2):
+            rig.kill()
+            await rig.controller.close()
+            rig.controller = rig.coordinator(tried_again(rig.saved[-1], 0, suspended=True))
+            await rig.until(lambda attempt=attempt: rig.running(attempt))
+        rig.kill("agent")
+        await rig.until(lambda: rig.controller.record.stage is Stage.STALLED)
+        rig.controller = rig.coordinator(tried_again(rig.saved[-1], 0, suspended=True))
+        await rig.until(rig.complete)
+        assert rig.account(2).problems == []

@@ -247,8 +247,10 @@ async def test_checkpoints_are_taken_one_after_the_other(tmp_path: Path) -> None
         assert places == ["000001", "000002", "000003"]
 
 
-async def test_a_suspended_stack_continues(tmp_path: Path) -> None:
-    async with operated(tmp_path, rows()) as rig:
+@pytest.mark.parametrize("limit", [5, 0])
+async def test_a_suspended_stack_continues(tmp_path: Path, limit: int) -> None:
+    """To go on was asked for: that is no failed recovery."""
+    async with operated(tmp_path, rows(), recovery={"backoffLimit": limit}) as rig:
         await under_way(rig)
         kept = await taken(rig, "kept")
         rig.change(suspend=True)

@@ -28,14 +28,13 @@ from gym_operator.effects.kube_host import KubeCellHost
 from gym_operator.effects.metrics import Metrics
 from gym_operator.effects.status_writers import Gone, StackWriter, Superseded
 from gym_operator.effects.storage import StackStorage
-from gym_operator.rules.cell_record import tried_again
 from gym_operator.rules.checkpoint_queue import Situation
 from gym_operator.rules.spec_check import Problem, check_stack
 from gym_operator.rules.stack_status import Observed, differs_in_progress_only, stack_status, warnings
 from gym_operator.rules.workloads import StackContext
 from gym_servers.coordination import decide
 from gym_servers.coordination.controller import CellController, CellSettings, View
-from gym_servers.coordination.record import CellRecord, Stage
+from gym_servers.coordination.record import CellRecord, Stage, tried_again
 from gym_servers.protocol.messages import Status
 from gym_servers.stack.durations import parse_duration
 from gym_servers.stack.render import checkpoint_root, stack_root
@@ -345,6 +344,7 @@ class StackWorker:
             return
         if record.open is not None:
             await self._new_controller(settings).settle(reopen=False)
+            record = self._writer.record or record
         if (again := tried_again(record, 0, suspended=True)) is not None:
             await self._writer.save_record(again)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from gym_servers.coordination.record import CellRecord, Stage
+from gym_servers.coordination.record import CellRecord
 
 
 def to_document(record: CellRecord) -> dict[str, Any]:
@@ -29,12 +29,3 @@ def from_document(document: Mapping[str, Any] | None) -> CellRecord | None:
         return CellRecord.model_validate({**document, "recoveries": recoveries})
     except ValidationError as error:
         raise ValueError("the cell's record in the status is not of a form this version reads") from error
-
-
-def tried_again(record: CellRecord, backoff_limit: int, suspended: bool) -> CellRecord | None:
-    """A stalled record as it is when somebody asks for another try, by a higher limit or by suspending the stack;
-    None where there is nothing to change. The dead processes are found dead again, which begins a recovery."""
-    if record.stage is not Stage.STALLED or not (suspended or record.failures <= backoff_limit):
-        return None
-    failures = 0 if suspended else record.failures - 1  # the one that stalled was not tried
-    return record.model_copy(update={"stage": Stage.RUNNING, "failures": failures})

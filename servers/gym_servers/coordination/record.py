@@ -7,6 +7,7 @@ processes are meant, which attempt they run under, what is being restored, which
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 from pydantic.alias_generators import to_camel
@@ -68,7 +69,8 @@ class Recovery(_Part):
 
 class CellRecord(_Part):
     """`refused`: URIs of checkpoints that cannot be restored; `refusals`: URI -> how often one could not be
-    installed. Both are forgotten once the cell runs."""
+    installed. Both are forgotten once the cell runs. `failures`: recoveries in a row that brought no progress, -1
+    where the next one is asked for and none of them."""
 
     stage: Stage = Stage.STARTING
     attempt: int = 0
@@ -81,3 +83,20 @@ class CellRecord(_Part):
     failures: int = 0
     open: OpenCheckpoint | None = None
     recoveries: list[Recovery] = []
+
+
+def tried_again(record: CellRecord, backoff_limit: int, suspended: bool) -> CellRecord | None:
+    """The record as it is when somebody asks for another try: by a higher limit, or by suspending the stack - a local
+    runner that ends does that too. None where there is nothing to change.
+
+    The processes are found dead by the next look, which begins a recovery. The one after a suspension was asked for,
+    so it is no failure."""
+    stalled = record.stage is Stage.STALLED
+    if suspended:
+        changes: dict[str, Any] = {"failures": -1, **({"stage": Stage.RUNNING} if stalled else {})}
+    elif stalled and record.failures <= backoff_limit:
+        changes = {"failures": record.failures - 1, "stage": Stage.RUNNING}  # the one that stalled was not tried
+    else:
+        return None
+    again = record.model_copy(update=changes)
+    return None if again == record else again

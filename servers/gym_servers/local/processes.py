@@ -10,13 +10,19 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Final, Literal
+
+from pydantic import ValidationError
 
 from gym_servers.coordination.controller import Process
 from gym_servers.coordination.record import CellRecord
 from gym_servers.local.children import start
+from gym_servers.stack.settings import SettingsError, describe
+from gym_servers.storage.directory import DirectoryStore
+from gym_servers.storage.store import ObjectMissing, StorageError
 
 Announce = Callable[[str, str, str], None]
+RECORD: Final = "cell.json"
 
 
 @dataclass
@@ -28,8 +34,8 @@ class _Child:
 
 
 class LocalHost:
-    """The processes of one cell. `settings`: server name -> rendered settings; `folder` keeps settings, logs and the
-    cell's record. `environment` carries the secrets."""
+    """The processes of one cell. `settings`: server name -> rendered settings; `folder`, which is this process's
+    alone, keeps settings, logs and the cell's record. `environment` carries the secrets."""
 
     def __init__(
         self,
@@ -39,6 +45,7 @@ class LocalHost:
         announce: Announce,
     ) -> None:
         self._folder, self._settings, self._announce = folder, settings, announce
+        self._files = DirectoryStore(folder)
         self._environment = environment
         self._children: dict[str, _Child] = {}
         self._said: dict[str, str] = {}
@@ -46,13 +53,17 @@ class LocalHost:
     # ---- CellHost -----------------------------------------------------------------------------------------
 
     async def processes(self) -> Sequence[Process]:
-        """Starts whatever has no process, then tells what there is."""
+        """Starts whatever has no process, then tells what there is. Raises StorageError where the folder cannot be
+        used."""
         for name in self._settings:
             child = self._children.get(name)
             if child is None or child.process.returncode is not None:
-                if child is not None and not child.told_to_end:
-                    self._say_why(name, child)
-                await self._start(name)
+                try:
+                    if child is not None and not child.told_to_end:
+                        self._say_why(name, child)
+                    await self._start(name)
+                except OSError as error:
+                    raise StorageError(f"cannot start {name} in {self._folder}: {error.strerror}") from error
         return [self._process(name) for name in self._settings]
 
     async def end(self, processes: Mapping[str, str]) -> None:
@@ -62,10 +73,9 @@ class LocalHost:
                 await self._kill(child)
 
     async def save(self, record: CellRecord) -> None:
-        path = self._folder / "cell.json"
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(record.model_dump_json(by_alias=True))
-        temporary.replace(path)
+        """Nobody else writes into this folder. Not in a thread: two writes must not overtake each other. Raises
+        StorageError."""
+        self._files.replace(RECORD, record.model_dump_json(by_alias=True).encode())
 
     async def announce(self, level: Literal["Normal", "Warning"], reason: str, message: str) -> None:
         self._announce(level, reason, message)
@@ -73,9 +83,18 @@ class LocalHost:
     # ---- processes ----------------------------------------------------------------------------------------
 
     def load(self) -> CellRecord | None:
-        """The record of an earlier run in this folder."""
-        path = self._folder / "cell.json"
-        return CellRecord.model_validate_json(path.read_text()) if path.exists() else None
+        """The record of an earlier run in this folder. Raises SettingsError for one that cannot be read: to begin
+        anew instead would use attempt numbers twice."""
+        path = self._folder / RECORD
+        try:
+            return CellRecord.model_validate_json(self._files.get(RECORD))
+        except ObjectMissing:
+            return None
+        except (StorageError, ValidationError) as error:
+            raise SettingsError(
+                f"the record of the run cannot be read - {path}: {describe(error)}; restore that file from a copy, "
+                "or begin another run in another --folder"
+            ) from error
 
     def kill(self, name: str) -> None:
         """SIGKILL one server, as a test of what follows. Raises KeyError for an unknown name."""
@@ -96,7 +115,11 @@ class LocalHost:
         path = self._folder / f"{name}.json"
         path.write_text(json.dumps(self._settings[name], indent=1))
         log = (self._folder / f"{name}.log").open("ab")
-        process = await start(log, "serve", "--settings", str(path), environment=self._environment)
+        try:
+            process = await start(log, "serve", "--settings", str(path), environment=self._environment)
+        except BaseException:
+            log.close()
+            raise
         self._children[name] = _Child(process, f"{process.pid}-{uuid.uuid4().hex[:8]}", log)
 
     def _say_why(self, name: str, child: _Child) -> None:

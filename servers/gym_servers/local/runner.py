@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ import httpx
 
 from gym_servers.coordination.checkpoint import CheckpointFailed, Outcome, Progress
 from gym_servers.coordination.controller import CellController, CellSettings, View
-from gym_servers.coordination.record import Stage
+from gym_servers.coordination.record import CellRecord, Stage, tried_again
 from gym_servers.local.processes import Announce, LocalHost
 from gym_servers.local.stack import LocalStack
 from gym_servers.stack.durations import parse_duration
@@ -76,7 +76,8 @@ class Runner:
 
 @asynccontextmanager
 async def running(stack: LocalStack, folder: Path, announce: Announce) -> AsyncIterator[Runner]:
-    """A runner whose processes are ended on the way out."""
+    """A runner whose processes are ended on the way out. `folder` has to be the caller's alone. Raises SettingsError
+    where an earlier run in it cannot be continued."""
     storage = stack.spec.checkpoints.storage
     s3 = storage.s3 if storage else None
     reach = s3_settings(s3) if s3 else None
@@ -96,13 +97,23 @@ async def running(stack: LocalStack, folder: Path, announce: Announce) -> AsyncI
             ),
             partial(open_store, s3=reach),
             http,
-            host.load(),
+            _continued(host.load(), announce),
         )
         try:
             yield Runner(host, controller, announce)
         finally:
             await controller.close()
             await host.close()
+
+
+def _continued(record: CellRecord | None, announce: Announce) -> CellRecord | None:
+    """The record of the run before, as it is for one that goes on: whoever runs a stack again asks for another
+    try."""
+    if record is None:
+        return None
+    if record.stage is Stage.STALLED:
+        announce("Normal", "TriedAgain", "the run before had given up; its cell is tried again")
+    return tried_again(record, 0, suspended=True) or record
 
 
 async def up(stack: LocalStack, folder: Path, announce: Announce, every: float | None) -> bool:
@@ -143,7 +154,18 @@ async def up(stack: LocalStack, folder: Path, announce: Announce, every: float |
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         progress = runner.progress()
-        return bool(progress) and progress["rows"] == progress["expected"]
+        complete = bool(progress) and progress["rows"] == progress["expected"]
+        if not complete:
+            announce("Warning", "Incomplete", _what_is_missing(runner.controller.record, progress, folder))
+        return complete
+
+
+def _what_is_missing(record: CellRecord, progress: Mapping[str, int], folder: Path) -> str:
+    rows = f"{progress.get('rows', 0)} of {progress.get('expected', 0)} rows are there"
+    if record.stage is Stage.STALLED:
+        logs = f"their logs are in {folder}"
+        return f"{rows}; the cell has given up: correct what ends its servers - {logs} - and run it again"
+    return f"{rows}, {progress.get('failed', 0)} rollouts failed; rollouts_failures.jsonl in the output says why"
 
 
 async def _until(event: asyncio.Event) -> None:

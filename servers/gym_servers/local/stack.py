@@ -76,11 +76,14 @@ def local_stack(manifest: dict[str, Any], folder: Path) -> LocalStack:
 
 
 def _kept(path: Path, make: Callable[[], str]) -> str:
-    """A value that is made once."""
-    if not path.exists():
-        path.touch(mode=0o600)
-        path.write_text(make())
-    return path.read_text().strip()
+    """A value that is made once. Raises SettingsError."""
+    try:
+        if not path.exists() or not path.stat().st_size:  # empty where its disk was full
+            path.touch(mode=0o600)
+            path.write_text(make())
+        return path.read_text().strip()
+    except OSError as error:
+        raise SettingsError(f"cannot use {path}: {error.strerror}; check its permissions and free space") from error
 
 
 def free_ports(count: int) -> list[int]:

@@ -10,7 +10,7 @@ import pytest
 
 from gym_operator.api.conditions import ConditionReason, get_condition
 from gym_operator.api.stack import StackStatus
-from gym_operator.rules.cell_record import from_document, to_document, tried_again
+from gym_operator.rules.cell_record import from_document, to_document
 from gym_operator.rules.pod_state import PodState
 from gym_operator.rules.spec_check import Problem, check_stack
 from gym_operator.rules.stack_status import (
@@ -223,18 +223,6 @@ def test_a_record_survives_its_document() -> None:
     assert to_document(CellRecord()) == {}
     with pytest.raises(ValueError, match="not of a form"):
         from_document({"stage": "upside down"})
-
-
-def test_a_stalled_cell_is_tried_again_when_asked() -> None:
-    stalled = CellRecord(stage=Stage.STALLED, failures=6)
-    assert tried_again(stalled, 5, suspended=False) is None
-    raised = tried_again(stalled, 6, suspended=False)
-    assert raised is not None
-    assert (raised.stage, raised.failures) == (Stage.RUNNING, 5)
-    suspended = tried_again(stalled, 5, suspended=True)
-    assert suspended is not None
-    assert suspended.failures == 0
-    assert tried_again(CellRecord(stage=Stage.RUNNING), 9, suspended=True) is None
 
 
 def test_server_names_are_checked_beyond_the_schema(spec_document: dict[str, Any]) -> None:

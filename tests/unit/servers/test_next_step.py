@@ -21,7 +21,7 @@ from gym_servers.coordination.decide import (
     Wait,
     next_step,
 )
-from gym_servers.coordination.record import CellRecord, Choice, OpenCheckpoint, Pin, Stage
+from gym_servers.coordination.record import CellRecord, Choice, OpenCheckpoint, Pin, Stage, tried_again
 from gym_servers.protocol.messages import Report, Status
 
 NAMES = ("agent", "env", "policy")
@@ -213,3 +213,25 @@ def test_the_record_survives_being_written_down() -> None:
     record = running(open=OPEN, restore=CHOICE, attempt=3, refused=["u"])
     assert CellRecord.model_validate_json(record.model_dump_json(by_alias=True)) == record
     assert "checkpointId" in record.model_dump_json(by_alias=True)
+
+
+# ---- another try --------------------------------------------------------------------------------------------
+
+
+def test_a_stalled_cell_is_tried_again_by_a_higher_limit() -> None:
+    stalled = CellRecord(stage=Stage.STALLED, failures=6)
+    assert tried_again(stalled, 5, suspended=False) is None
+    raised = tried_again(stalled, 6, suspended=False)
+    assert raised is not None
+    assert (raised.stage, raised.failures) == (Stage.RUNNING, 5)
+    for stage in set(Stage) - {Stage.STALLED}:
+        assert tried_again(CellRecord(stage=stage, failures=1), 9, suspended=False) is None
+
+
+@pytest.mark.parametrize("stage", Stage)
+def test_the_recovery_after_a_suspension_is_no_failure_whatever_the_limit(stage: Stage) -> None:
+    again = tried_again(CellRecord(stage=stage, failures=3), 0, suspended=True)
+    assert again is not None
+    assert again.stage is (Stage.RUNNING if stage is Stage.STALLED else stage)
+    assert again.failures + 1 <= 0
+    assert tried_again(again, 0, suspended=True) is None
