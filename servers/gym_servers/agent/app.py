@@ -12,6 +12,7 @@ from starlette.middleware.sessions import SessionMiddleware
 
 from gym_servers.agent.row_run import PARAMS, RowRuns
 from gym_servers.agent.server import AgentServer
+from gym_servers.agent.tools import items_of
 from gym_servers.http.apps import base_app, json_object
 from gym_servers.http.episode_path import current_episode
 from gym_servers.http.peers import PeerFailed, PeerUnreachable
@@ -91,6 +92,7 @@ def create_app(agent: AgentServer, rows: RowRuns | None, resources: str | None) 
     @app.post("/v1/responses")
     async def responses(request: Request) -> dict[str, Any]:
         params = await json_object(request)
+        items_of(params.get("input"))  # refused before anything is begun
         session_id, episode = request.session.get("session_id"), current_episode()
         try:
             index = activation_index(request.headers.get(headers.ACTIVATION))
@@ -122,6 +124,7 @@ def create_app(agent: AgentServer, rows: RowRuns | None, resources: str | None) 
         row = await json_object(request)
         if not isinstance(row.get(PARAMS), dict):
             raise ProtocolError("invalid_request", f"a row needs `{PARAMS}`")
+        items_of(row[PARAMS].get("input"))
         if rows is None:
             raise ProtocolError("invalid_request", "there are several resources servers: name one in `config`")
         episode, anonymous = required(row_episode(row))

@@ -13,6 +13,7 @@ from typing import Any
 from gym_servers.http.peers import PeerFailed, Peers
 from gym_servers.participants.agent_state import Activation, Items, Session
 from gym_servers.protocol import headers
+from gym_servers.protocol.errors import ProtocolError
 
 NO_SUCH_TOOL = 404
 
@@ -75,9 +76,11 @@ def candidates(accesses: list[dict[str, Any]], tool: str) -> list[dict[str, Any]
 
 
 def items_of(given: Any) -> Items:
-    """A request's `input` as items."""
+    """A request's `input` as items. Raises `invalid_request`."""
     if isinstance(given, str):
         return [{"type": "message", "role": "user", "content": given}]
+    if given is not None and not (isinstance(given, list) and all(isinstance(item, dict) for item in given)):
+        raise ProtocolError("invalid_request", "`input` is a text or a list of items, each of them an object")
     return [dict(item) for item in given or []]
 
 

@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse
 
 from gym_servers.http.episode_path import EpisodePathMiddleware
 from gym_servers.protocol.errors import ProtocolError
+from gym_servers.protocol.strict_json import read_json
 
 log = logging.getLogger("gym_servers")
 
@@ -48,6 +49,11 @@ def install_errors(app: FastAPI) -> None:
         detail = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         return JSONResponse(ProtocolError("invalid_request", detail[:2000]).body(), 422)
 
+    @app.exception_handler(RecursionError)
+    async def too_deep(_: Request, error: RecursionError) -> JSONResponse:
+        refusal = ProtocolError("invalid_request", "the body is nested too deeply")
+        return JSONResponse(refusal.body(), refusal.status)
+
     @app.exception_handler(Exception)
     async def fault(request: Request, error: Exception) -> JSONResponse:
         log.error("fault in %s %s", request.method, request.url.path, exc_info=error)
@@ -55,11 +61,12 @@ def install_errors(app: FastAPI) -> None:
 
 
 async def json_object(request: Request) -> dict[str, Any]:
-    """The body of a request that has no fixed form. Raises `invalid_request` where it is not a JSON object."""
+    """The body of a request that has no fixed form. Raises `invalid_request` where it is not a JSON object, or holds
+    what could not be passed on."""
     try:
-        body = await request.json()
+        body = read_json(await request.body())
     except ValueError as error:
-        raise ProtocolError("invalid_request", "the body is not JSON") from error
+        raise ProtocolError("invalid_request", f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise ProtocolError("invalid_request", "the body is not a JSON object")
     return body

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 
 from gym_servers.capture.ledger import CallRecord, float32, int32
-from gym_servers.http.apps import base_app
+from gym_servers.http.apps import base_app, json_object
 from gym_servers.http.episode_path import current_episode
 from gym_servers.model.dialect import Dialect
 from gym_servers.model.engine_client import EngineClient
@@ -28,10 +28,11 @@ def create_app(participant: ModelParticipant, engine: EngineClient, dialect: Dia
 
     @app.post("/v1/responses")
     async def responses(request: Request) -> dict[str, Any]:
+        params = await json_object(request)
         try:
-            params = await request.json()
             prompt = dialect.render(params)
-        except (ValueError, AttributeError) as error:
+            max_tokens, temperature = _sampling(params)
+        except (ValueError, OverflowError) as error:
             raise ProtocolError("invalid_request", f"the request cannot be given to the model: {error}") from error
         episode, position = current_episode(), request.headers.get(headers.MODEL_CALL, "")
         if episode is None and gate.enabled:
@@ -45,8 +46,8 @@ def create_app(participant: ModelParticipant, engine: EngineClient, dialect: Dia
             request_id = f"{episode.key if episode else '-'}/{position or '-'}/{uuid.uuid4().hex[:8]}"
             async for delta in engine.generate(
                 prompt,
-                max_tokens=int(params.get("max_output_tokens") or DEFAULT_MAX_TOKENS),
-                temperature=float(params.get("temperature") or 0.0),
+                max_tokens=max_tokens,
+                temperature=temperature,
                 request_id=request_id,
             ):
                 ids.extend(delta.ids)
@@ -60,6 +61,16 @@ def create_app(participant: ModelParticipant, engine: EngineClient, dialect: Dia
         return dict((await participant.call(episode, position, digest, generate)).response)
 
     return app
+
+
+def _sampling(params: Mapping[str, Any]) -> tuple[int, float]:
+    """How many tokens to generate at most, and at which temperature. Raises ValueError."""
+    most, temperature = params.get("max_output_tokens"), params.get("temperature")
+    if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
+        raise ValueError("`max_output_tokens` must be a whole number above 0")
+    if temperature is not None and (isinstance(temperature, bool) or not isinstance(temperature, int | float)):
+        raise ValueError("`temperature` must be a number")
+    return most or DEFAULT_MAX_TOKENS, float(temperature or 0.0)
 
 
 def _response(
