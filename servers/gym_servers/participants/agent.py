@@ -30,7 +30,7 @@ from gym_servers.participants.busy import Busy
 from gym_servers.participants.calls import ROW, Calls
 from gym_servers.participants.freeing import Freeing
 from gym_servers.participants.gate import Gate
-from gym_servers.participants.records import reading
+from gym_servers.participants.records import encoded, reading
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.identity import Episode, highest
 from gym_servers.protocol.messages import Blocker
@@ -206,9 +206,9 @@ class AgentParticipant(AgentTurns):
     async def exclusive(
         self, session: Session, index: int | None, digest: str, work: Callable[[], Awaitable[dict[str, Any]]]
     ) -> dict[str, Any]:
-        """A call on a session that has no boundaries inside: it holds no checkpoint up, and one that is taken meanwhile
-        cannot continue its episode. To wait for it would be in vain: its next model call is not admitted any more.
-        Where it has an index, a repeat joins it or gets its reply again."""
+        """A call on a session that has no boundaries inside: it holds no checkpoint up, and one that is taken
+        meanwhile cannot continue its episode. To wait for it would be in vain: its next model call is not admitted
+        any more. Where it has an index, a repeat joins it or gets its reply again."""
         episode = session.episode
         name = "" if index is None else f"activation {index}"
         if (reply := self._known(session, index, digest)) is not None:
@@ -335,7 +335,7 @@ class AgentParticipant(AgentTurns):
         for episode, digest, result in self._answered:
             if scope.covers(episode.key):
                 records[f"{ANSWERED}/{episode.key}"] = answered_record(AnsweredRow(episode, digest, result))
-        return records
+        return await encoded(records)
 
     def read(self, records: Mapping[str, bytes], plan: RestorePlan) -> list[Session | AnsweredRow]:
         return [one for name, data in records.items() if (one := read_record(name, data, plan)) is not None]

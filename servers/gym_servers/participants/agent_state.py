@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gym_servers.participants.base import RestorePlan
-from gym_servers.participants.records import from_bytes, reading, to_bytes
+from gym_servers.participants.records import from_bytes, reading
 from gym_servers.protocol.identity import Episode, parse_key
 
 Items = list[dict[str, Any]]
@@ -113,8 +113,8 @@ class AnsweredRow:
 ANSWERED = "answered"  # tells its record from a session's
 
 
-def answered_record(row: AnsweredRow) -> bytes:
-    return to_bytes({ANSWERED: row.episode.key, "digest": row.digest, "result": row.result})
+def answered_record(row: AnsweredRow) -> dict[str, Any]:
+    return {ANSWERED: row.episode.key, "digest": row.digest, "result": row.result}
 
 
 async def _nothing(_: Any) -> Any:
@@ -124,39 +124,37 @@ async def _nothing(_: Any) -> Any:
 NO_HOOKS = AgentHooks(_nothing, _nothing, _nothing)
 
 
-def session_record(session: Session, state: Any) -> bytes:
+def session_record(session: Session, state: Any) -> dict[str, Any]:
     """A session as it stands. `state`: what the agent keeps of its own."""
     active = session.activation or session.restored
-    return to_bytes(
-        {
-            "session": session.id,
-            "episode": session.episode.key,
-            "accesses": [_recorded(access) for access in session.accesses],
-            "activations": session.activations,
-            "reply": session.reply
-            and {
-                "index": session.reply.index,
-                "digest": session.reply.digest,
-                "response": session.reply.response,
-            },
-            "activation": active
-            and {
-                "index": active.index,
-                "ordinal": active.ordinal,
-                "digest": active.digest,
-                "items": active.items,
-                "model_calls": active.model_calls,
-                "usage": active.usage,
-            },
-            "row": session.row
-            and {
-                "digest": session.row.digest,
-                "session": session.row.resources_session,
-                "verify_replays": session.row.verify_replays,
-            },
-            "state": state,
-        }
-    )
+    return {
+        "session": session.id,
+        "episode": session.episode.key,
+        "accesses": [_recorded(access) for access in session.accesses],
+        "activations": session.activations,
+        "reply": session.reply
+        and {
+            "index": session.reply.index,
+            "digest": session.reply.digest,
+            "response": session.reply.response,
+        },
+        "activation": active
+        and {
+            "index": active.index,
+            "ordinal": active.ordinal,
+            "digest": active.digest,
+            "items": list(active.items),  # the loop appends to its own
+            "model_calls": active.model_calls,
+            "usage": active.usage,
+        },
+        "row": session.row
+        and {
+            "digest": session.row.digest,
+            "session": session.row.resources_session,
+            "verify_replays": session.row.verify_replays,
+        },
+        "state": state,
+    }
 
 
 def _recorded(access: Mapping[str, Any]) -> dict[str, Any]:

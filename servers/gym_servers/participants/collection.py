@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from gym_servers.participants.base import Participant, RestorePlan, Scope, Survey
 from gym_servers.participants.gate import Gate
-from gym_servers.participants.records import from_bytes, reading, to_bytes
+from gym_servers.participants.records import encoded, from_bytes, reading
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.identity import Episode, next_attempt
 from gym_servers.storage.store import ObjectConflict, StorageError
@@ -253,7 +253,7 @@ class CollectionParticipant(Participant):
         if scope.keys is not None:
             await self.gate.wait_until(answered)
         attempts = {r: a for r, a in self._attempts.items() if r not in self._done}
-        return {RECORD: to_bytes({"attempts": attempts, "failed": sorted(self._failed)})}
+        return await encoded({RECORD: {"attempts": attempts, "failed": sorted(self._failed)}})
 
     def read(
         self, records: Mapping[str, bytes], plan: RestorePlan
@@ -283,8 +283,8 @@ class CollectionParticipant(Participant):
                     self._forgettable.add(episode.rollout_id)
 
     def to_retire(self) -> list[str]:
-        """Restored episodes that are not going to be sent: the output was ahead of the checkpoint and has their row, or
-        there are no such tasks any more."""
+        """Restored episodes that are not going to be sent: the output was ahead of the checkpoint and has their row,
+        or there are no such tasks any more."""
         if not self._rollouts:
             return []  # the tasks could not be read, which may be mended
         return [e.key for r, e in self._continued.items() if self._is_over(r) or r not in self._rollouts]

@@ -18,7 +18,7 @@ from gym_servers.participants.base import Participant, RestorePlan, Scope, Surve
 from gym_servers.participants.calls import outcome
 from gym_servers.participants.gate import Gate
 from gym_servers.participants.limits import Budget, Limits, Slots
-from gym_servers.participants.records import from_bytes, reading, to_bytes
+from gym_servers.participants.records import encoded, from_bytes, reading
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.identity import Episode
 from gym_servers.protocol.messages import Blocker
@@ -42,8 +42,8 @@ class Boundary:
 @dataclass(eq=False)
 class Live:
     """One running episode. `budget` is the work it may still do, `waiting` how long it may queue, `cleanups` how long
-    ending its sessions may take. An `anonymous` one has a made-up name, which goes into no path: its caller gave none,
-    and checkpointing is off."""
+    ending its sessions may take. An `anonymous` one has a made-up name, which goes into no path: its caller gave
+    none, and checkpointing is off."""
 
     episode: Episode
     digest: str
@@ -321,7 +321,7 @@ class EnvironmentParticipant(Participant):
                 records[unclaimed.episode.key] = _record(
                     unclaimed.digest, unclaimed.stage, unclaimed.state, unclaimed.remaining
                 )
-        return records
+        return await encoded(records)
 
     def read(self, records: Mapping[str, bytes], plan: RestorePlan) -> list[Unclaimed]:
         staged = []
@@ -375,6 +375,6 @@ class EnvironmentParticipant(Participant):
         self._answered.forget(rollout_ids)
 
 
-def _record(digest: str, stage: str, state: dict[str, Any], remaining: float | None) -> bytes:
+def _record(digest: str, stage: str, state: dict[str, Any], remaining: float | None) -> dict[str, Any]:
     left = None if remaining is None else round(remaining, 3)
-    return to_bytes({"digest": digest, "stage": stage, "state": state, "remaining": left})
+    return {"digest": digest, "stage": stage, "state": state, "remaining": left}

@@ -1,9 +1,10 @@
-"""Reading records back: JSON with a format version, and errors that name the record."""
+"""Records as bytes and back: JSON with a format version, and errors that name the record."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +16,12 @@ FORMAT = 1
 
 def to_bytes(record: dict[str, Any]) -> bytes:
     return canonical({"format": FORMAT, **record})
+
+
+async def encoded(records: Mapping[str, dict[str, Any]]) -> dict[str, bytes]:
+    """These records as bytes. That is done off the event loop, which serves the coordinator meanwhile: a cell may
+    hold hundreds of megabytes. So nothing that `records` refers to may be changed in place from here on."""
+    return await asyncio.to_thread(lambda: {name: to_bytes(record) for name, record in records.items()})
 
 
 def from_bytes(name: str, data: bytes) -> dict[str, Any]:

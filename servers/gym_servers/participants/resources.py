@@ -17,8 +17,8 @@ from gym_servers.participants.base import Participant, RestorePlan, Scope, Surve
 from gym_servers.participants.busy import Busy
 from gym_servers.participants.freeing import Freeing
 from gym_servers.participants.gate import Gate
-from gym_servers.participants.records import reading
-from gym_servers.participants.tool_sessions import SessionTable, ToolSession, decode, encode, pair
+from gym_servers.participants.records import encoded, reading
+from gym_servers.participants.tool_sessions import SessionTable, ToolSession, decode, pair, record_of
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.identity import Episode, highest
 
@@ -323,7 +323,7 @@ class ResourcesParticipant(Participant):
         if self.mode == "exported":
             await self._unparked()
             states = await self.hooks.export([session.id for session in wanted])
-        return {session.id: encode(session, states.get(session.id)) for session in wanted}
+        return await encoded({session.id: record_of(session, states.get(session.id)) for session in wanted})
 
     def _exportable(self, session: ToolSession, scope: Scope) -> bool:
         episode = session.episode

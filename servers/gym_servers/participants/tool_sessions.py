@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gym_servers.participants.base import RestorePlan
-from gym_servers.participants.records import from_bytes, reading, to_bytes
+from gym_servers.participants.records import from_bytes, reading
 from gym_servers.protocol.identity import Episode, parse_key
 
 REMEMBERED_ENDS = 4096  # ended sessions known by name, so that a seed that comes late does not begin one again
@@ -106,20 +106,18 @@ def pair(session_id: str, episode: Episode | None) -> tuple[str, str]:
     return session_id, episode.key if episode is not None else ""
 
 
-def encode(session: ToolSession, state: Any) -> bytes:
-    """A session and its server's state as a record."""
+def record_of(session: ToolSession, state: Any) -> dict[str, Any]:
+    """A session and its server's state, as they stand."""
     assert session.episode is not None
-    return to_bytes(
-        {
-            "session": session.id,
-            "episode": session.episode.key,
-            "seed": session.seed,
-            "touched": session.touched,
-            "state": state,
-            "effects": session.effects,
-            "replies": {call: [digest, reply] for call, (digest, reply) in session.replies.items()},
-        }
-    )
+    return {
+        "session": session.id,
+        "episode": session.episode.key,
+        "seed": session.seed,
+        "touched": session.touched,
+        "state": state,
+        "effects": session.effects,
+        "replies": {call: [digest, reply] for call, (digest, reply) in session.replies.items()},
+    }
 
 
 def decode(name: str, data: bytes, plan: RestorePlan) -> tuple[ToolSession, Any] | None:

@@ -5,10 +5,12 @@ What it sees that must not be goes into `violations`, because an exception insid
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from gym_faults.model import (
     Attempts,
@@ -293,10 +295,16 @@ def _call_of(seen: Seen) -> str:
 
 
 def export_now(participant: Participant) -> dict[str, bytes]:
-    """All that a participant would export at this moment. Of servers whose export needs no waiting."""
+    """All that a participant would export at this moment. Of servers whose export waits for nothing but the thread
+    that encodes it, whose work is done here and now."""
+
+    async def here(work: Callable[..., Any], *arguments: Any) -> Any:
+        return work(*arguments)
+
     exporting = participant.export(Scope(None))
     try:
-        exporting.send(None)  # not awaited: no time may pass
+        with mock.patch.object(asyncio, "to_thread", here):
+            exporting.send(None)  # not awaited: no time may pass
     except StopIteration as done:
         records: dict[str, bytes] = done.value
         return records
