@@ -15,7 +15,7 @@ import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from gym_operator.api import names
 from gym_operator.api.conditions import ConditionReason
@@ -38,33 +38,45 @@ GOOD_SECONDS: Final = 600.0
 SECRET_SECONDS: Final = 15.0
 """Between looks at the Secrets with credentials and certificates."""
 
+T = TypeVar("T")
+
 _UNPROVED = Storage(None, ConditionReason.STORAGE_UNPROVED, "the storage is being tried")
 
 
 @dataclass(frozen=True)
 class Below:
-    """The part of an object store below a prefix."""
+    """The part of an object store below a prefix. `progressed` is told of each use that had an answer."""
 
     store: ObjectStore
     prefix: str
     uri: str
+    progressed: Callable[[], None] = lambda: None
 
     def create(self, key: str, data: bytes) -> None:
-        self.store.create(f"{self.prefix}/{key}", data)
+        self._told(self.store.create, f"{self.prefix}/{key}", data)
 
     def replace(self, key: str, data: bytes) -> None:
-        self.store.replace(f"{self.prefix}/{key}", data)
+        self._told(self.store.replace, f"{self.prefix}/{key}", data)
 
     def get(self, key: str) -> bytes:
-        return self.store.get(f"{self.prefix}/{key}")
+        return self._told(self.store.get, f"{self.prefix}/{key}")
+
+    def fingerprint(self, key: str) -> tuple[int, str]:
+        return self._told(self.store.fingerprint, f"{self.prefix}/{key}")
 
     def list(self, prefix: str) -> dict[str, int]:
-        found = self.store.list(f"{self.prefix}/{prefix}".rstrip("/"))
+        found = self._told(self.store.list, f"{self.prefix}/{prefix}".rstrip("/"))
         return {key.removeprefix(f"{self.prefix}/"): size for key, size in found.items()}
+
+    def _told(self, use: Callable[..., T], *arguments: Any) -> T:
+        found = use(*arguments)
+        self.progressed()
+        return found
 
 
 class StackStorage:
-    """The storage of one stack. `state` is what is known about it; `owner` is who claims it, once it is proved."""
+    """The storage of one stack. `state` is what is known about it; `owner` is who claims it, once it is proved.
+    `progressed` is told, in any thread, of each use of the bucket that had an answer."""
 
     def __init__(
         self,
@@ -72,8 +84,10 @@ class StackStorage:
         namespace: str,
         monotonic: Callable[[], float] = time.monotonic,
         owner: Owner | None = None,
+        progressed: Callable[[], None] = lambda: None,
     ) -> None:
         self._kube, self._namespace, self._monotonic, self._owner = kube, namespace, monotonic, owner
+        self._progressed = progressed
         self.state = _UNPROVED
         self._spec: StorageSpec | None = None
         self._root = ""
@@ -110,7 +124,7 @@ class StackStorage:
             return open_store(uri, s3_settings(s3) if s3 else None, self._access)
         if self._bucket is None:
             self._bucket = open_store(f"s3://{s3.bucket}", s3_settings(s3), self._access)
-        return Below(self._bucket, uri.removeprefix(f"s3://{s3.bucket}/").strip("/"), uri)
+        return Below(self._bucket, uri.removeprefix(f"s3://{s3.bucket}/").strip("/"), uri, self._progressed)
 
     def failed(self, error: StorageError) -> None:
         """Somebody could not use the storage: look at it soon."""

@@ -93,7 +93,8 @@ class Ensured:
 
 
 class StackWorker:
-    """Works until it is cancelled or its stack is gone. `pass_began` (monotonic) is None between passes."""
+    """Works until it is cancelled or its stack is gone. `pass_began` (monotonic) is when the pass under way began, or
+    last heard from its storage; None between passes."""
 
     def __init__(self, services: Services, key: Key, uid: str) -> None:
         self.key, self.uid = key, uid
@@ -103,7 +104,7 @@ class StackWorker:
         self._subject = Subject(names.STACK_KIND, key.namespace, key.name, uid)
         self._writer = StackWriter(services.kube, key.namespace, key.name, uid, self._following)
         owner = Owner(cluster=services.cluster or uid, stack_uid=uid, namespace=key.namespace, name=key.name)
-        self._storage = StackStorage(services.kube, key.namespace, services.monotonic, owner)
+        self._storage = StackStorage(services.kube, key.namespace, services.monotonic, owner, self._progressed)
         self._host = KubeCellHost(
             services.kube,
             services.cache,
@@ -138,10 +139,15 @@ class StackWorker:
         self._death.set()
         self._wake.set()
 
+    def _progressed(self) -> None:
+        """A storage that answers again and again is slow, and who waits for it is not stuck. In any thread."""
+        if self.pass_began is not None:
+            self.pass_began = self._s.monotonic()
+
     async def run(self) -> None:
         while True:
             self._wake.clear()
-            self.pass_began = self._s.monotonic()
+            began = self.pass_began = self._s.monotonic()
             try:
                 pause = await self._pass()
             except Gone:
@@ -158,7 +164,7 @@ class StackWorker:
                 # A fault of ours in one stack must not end the work for it, nor for the others.
                 log.exception("stack %s/%s: a pass failed", *self.key)
                 pause = 5 * TROUBLE_SECONDS
-            self._s.metrics.passed(self._s.monotonic() - self.pass_began)
+            self._s.metrics.passed(self._s.monotonic() - began)
             self.pass_began = None
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), pause)

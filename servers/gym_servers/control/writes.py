@@ -129,7 +129,7 @@ def check_written(open_store: OpenStore, author: Author, uri: str, digest: str) 
     try:
         store = open_store(uri)
         manifest, _ = load_manifest(store, author.directory, digest)
-        check_packs(store, manifest)
+        check_packs(store, manifest.packs)
     except StorageError as error:
         raise ProtocolError("checkpoint_error", str(error)) from error
 

@@ -10,8 +10,9 @@ from contextlib import suppress
 
 from gym_servers.protocol.digests import canonical, sha256
 from gym_servers.protocol.errors import ProtocolError
-from gym_servers.storage.manifest import CHECKPOINT, Member, Publication, read_publication
+from gym_servers.storage.manifest import CHECKPOINT, Member, PackEntry, Publication, read_publication
 from gym_servers.storage.packs import check_packs, load_manifest
+from gym_servers.storage.parallel import side_by_side
 from gym_servers.storage.store import ObjectConflict, ObjectMissing, ObjectStore
 
 CHECKPOINTS = "checkpoints"
@@ -61,17 +62,17 @@ def published(cell: ObjectStore) -> list[tuple[str, Publication, str]]:
 
     A document that cannot be read is left out: an unreadable publication is not one.
     """
-    found = []
-    for key in cell.list(CHECKPOINTS):
-        if not key.endswith(f"/{CHECKPOINT}"):
-            continue
+
+    def read(key: str) -> tuple[str, Publication, str] | None:
         try:
             data = cell.get(key)
             publication = read_publication(data)
         except (ObjectMissing, ProtocolError):
-            continue
-        if publication.state == "published":
-            found.append((key.removesuffix(f"/{CHECKPOINT}"), publication, sha256(data)))
+            return None
+        return (key.removesuffix(f"/{CHECKPOINT}"), publication, sha256(data))
+
+    documents = side_by_side(read, [key for key in cell.list(CHECKPOINTS) if key.endswith(f"/{CHECKPOINT}")])
+    found = [one for one in documents if one is not None and one[1].state == "published"]
     return sorted(found, key=lambda item: item[1].order, reverse=True)
 
 
@@ -80,9 +81,11 @@ def verify(store: ObjectStore, members: list[Member], checkpoint_id: str) -> Non
 
     Raises `invalid_checkpoint_state` with the participant's name and what is wrong.
     """
+    packs: list[PackEntry] = []
     for member in members:
         directory = f"{member.kind}/{member.instance}"
         manifest, _ = load_manifest(store, directory, member.manifest_digest)
         if manifest.session != member.session or manifest.checkpoint_id != checkpoint_id:
             raise ProtocolError("invalid_checkpoint_state", f"{directory} was written by another process")
-        check_packs(store, manifest)
+        packs += manifest.packs
+    check_packs(store, packs)

@@ -7,6 +7,7 @@ creation is atomic, and a crash leaves either the whole object or none.
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import stat
 import uuid
@@ -67,11 +68,22 @@ class DirectoryStore:
         except OSError as error:
             raise _unusable(path, error) from error
 
+    def fingerprint(self, key: str) -> tuple[int, str]:
+        path = self._path(key)
+        try:
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256")
+                return file.tell(), digest.hexdigest()
+        except FileNotFoundError as error:
+            raise ObjectMissing(f"{path} does not exist") from error
+        except OSError as error:
+            raise _unusable(path, error) from error
+
     def list(self, prefix: str) -> dict[str, int]:
         base = self._path(prefix) if prefix else self._root
         found = {}
         try:
-            # Not by `rglob`, which passes over what it may not read: a store that is away would look like an empty one.
+            # Not by `rglob`, which passes over what it may not read: a store that is away would look empty.
             for folder, _, names in os.walk(base, onerror=_unless_missing):
                 for name in names:
                     path = Path(folder, name)

@@ -6,17 +6,17 @@ checked before anything is handed out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from gym_servers.protocol.digests import sha256
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.storage.manifest import MANIFEST, Manifest, PackEntry, RecordEntry, read_manifest
+from gym_servers.storage.parallel import side_by_side
 from gym_servers.storage.store import ObjectMissing, ObjectStore
 
 PACK_BYTES = 8 * 1024 * 1024  # large enough that few requests carry much, small enough to write in parallel
-PARALLEL = 8
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,7 @@ def write_records(
         go_on()
         store.create(pack.key, pack.data)
 
-    with ThreadPoolExecutor(PARALLEL) as pool:
-        list(pool.map(write, packs))
+    side_by_side(write, packs)
     document = manifest(
         [PackEntry(key=p.key, size=len(p.data), sha256=p.digest) for p in packs],
         [entry for p in packs for entry in p.entries],
@@ -93,22 +92,28 @@ def load_manifest(store: ObjectStore, directory: str, digest: str | None) -> tup
     return read_manifest(data), found
 
 
-def check_packs(store: ObjectStore, manifest: Manifest) -> None:
+def check_packs(store: ObjectStore, packs: Sequence[PackEntry]) -> None:
     """Raises `invalid_checkpoint_state` naming a pack that is missing or does not have its size and digest."""
-    for entry in manifest.packs:
-        _load_pack(store, entry)
+
+    def check(entry: PackEntry) -> None:
+        with _of_pack(entry):
+            found = store.fingerprint(entry.key)
+        _same(entry, *found)
+
+    side_by_side(check, packs)
 
 
 def load_records(store: ObjectStore, manifest: Manifest) -> dict[str, bytes]:
     """Every record of a manifest, checked. Raises `invalid_checkpoint_state` naming what does not verify."""
-    with ThreadPoolExecutor(PARALLEL) as pool:
-        packs = dict(
-            zip(
-                [entry.key for entry in manifest.packs],
-                pool.map(lambda entry: _load_pack(store, entry), manifest.packs),
-                strict=True,
-            )
-        )
+
+    def load(entry: PackEntry) -> bytes:
+        with _of_pack(entry):
+            data = store.get(entry.key)
+        _same(entry, len(data), sha256(data))
+        return data
+
+    keys = [entry.key for entry in manifest.packs]
+    packs = dict(zip(keys, side_by_side(load, manifest.packs), strict=True))
     records = {}
     for entry in manifest.records:
         data = packs.get(entry.pack, b"")[entry.offset : entry.offset + entry.length]
@@ -118,11 +123,14 @@ def load_records(store: ObjectStore, manifest: Manifest) -> dict[str, bytes]:
     return records
 
 
-def _load_pack(store: ObjectStore, entry: PackEntry) -> bytes:
+@contextmanager
+def _of_pack(entry: PackEntry) -> Iterator[None]:
     try:
-        data = store.get(entry.key)
+        yield
     except ObjectMissing as error:
         raise ProtocolError("invalid_checkpoint_state", f"pack {entry.key} is missing") from error
-    if len(data) != entry.size or sha256(data) != entry.sha256:
+
+
+def _same(entry: PackEntry, size: int, digest: str) -> None:
+    if (size, digest) != (entry.size, entry.sha256):
         raise ProtocolError("invalid_checkpoint_state", f"pack {entry.key} does not match its digest")
-    return data

@@ -8,6 +8,7 @@ own digests are checked where objects are read back.
 from __future__ import annotations
 
 import atexit
+import hashlib
 import shutil
 import tempfile
 import threading
@@ -28,6 +29,7 @@ CONNECT_SECONDS: Final = 5
 READ_SECONDS: Final = 30
 """A server that takes longer for one object is as good as away."""
 REQUEST_TRIES: Final = 4
+PIECE_BYTES: Final = 1024 * 1024
 BODY_TRIES: Final = 3
 """boto3 repeats requests, but not the reading of an answer that was cut."""
 
@@ -67,6 +69,12 @@ class S3Store:
         def read(client: Any) -> bytes:
             body: bytes = client.get_object(Bucket=self._bucket, Key=self._key(key))["Body"].read()
             return body
+
+        return self._request(f"{self.uri}/{key}", read, tries=BODY_TRIES)
+
+    def fingerprint(self, key: str) -> tuple[int, str]:
+        def read(client: Any) -> tuple[int, str]:
+            return _fingerprint(client.get_object(Bucket=self._bucket, Key=self._key(key))["Body"])
 
         return self._request(f"{self.uri}/{key}", read, tries=BODY_TRIES)
 
@@ -155,6 +163,15 @@ class S3Store:
                 f"{self.uri}: `endpoint` is not an address such as https://s3.example:9000",
                 StorageProblem.UNREACHABLE,
             ) from error
+
+
+def _fingerprint(body: Any) -> tuple[int, str]:
+    """Size and SHA-256 of an answer's body. What is cut short ends in an error of the body's own."""
+    size, digest = 0, hashlib.sha256()
+    for piece in body.iter_chunks(PIECE_BYTES):
+        size += len(piece)
+        digest.update(piece)
+    return size, digest.hexdigest()
 
 
 def _encryption(wanted: S3Encryption | None) -> dict[str, str]:

@@ -70,6 +70,11 @@ class ObjectStore(Protocol):
         """The object's bytes. Raises ObjectMissing."""
         ...
 
+    def fingerprint(self, key: str) -> tuple[int, str]:
+        """The object's size in bytes and its SHA-256, read in pieces: it may be larger than what memory is left.
+        Raises ObjectMissing."""
+        ...
+
     def list(self, prefix: str) -> dict[str, int]:
         """Keys below a prefix, with sizes in bytes."""
         ...

@@ -270,8 +270,8 @@ MUTANTS = (
     Mutant(
         "restore what was given up",
         "storage/cells.py",
-        'if publication.state == "published":',
-        "if publication.members or True:",
+        'if one is not None and one[1].state == "published"]',
+        "if one is not None]",
     ),
     Mutant(
         "resume not sent on failure",

@@ -92,6 +92,11 @@ class BucketView:
         self._bucket.read()
         return self._store.get(key)
 
+    def fingerprint(self, key: str) -> tuple[int, str]:
+        self._living()
+        self._bucket.read()
+        return self._store.fingerprint(key)
+
     def list(self, prefix: str) -> dict[str, int]:
         self._living()
         self._bucket.read()

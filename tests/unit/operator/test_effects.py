@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,10 +15,12 @@ from gym_operator.api import names
 from gym_operator.api.checkpoint import CheckpointStatus
 from gym_operator.api.conditions import ConditionReason
 from gym_operator.api.stack import StackStatus
+from gym_operator.effects import storage as storage_module
 from gym_operator.effects.cache import Cache, Key
 from gym_operator.effects.children import ChildProblem, ForeignChild, ensure_children, ensure_secret
 from gym_operator.effects.cluster import cluster_id
 from gym_operator.effects.events import Events, Subject
+from gym_operator.effects.fleet import STUCK_SECONDS, Fleet
 from gym_operator.effects.kube import (
     CHECKPOINTS,
     CHILDREN,
@@ -36,10 +39,12 @@ from gym_operator.effects.kube_host import KubeCellHost
 from gym_operator.effects.status_writers import CheckpointWriter, Gone, StackWriter, Superseded
 from gym_operator.effects.storage import StackStorage
 from gym_operator.effects.transport import PodTransport
+from gym_operator.effects.worker import Services, StackWorker
 from gym_operator.rules.workloads import StackContext
 from gym_rig.fake_kube import FakeKube
 from gym_servers.coordination.record import CellRecord, OpenCheckpoint, Stage
 from gym_servers.stack.spec import StorageSpec
+from gym_servers.storage.directory import DirectoryStore
 from gym_servers.storage.store import StorageError, StorageProblem
 
 NS = "team"
@@ -412,6 +417,44 @@ async def test_s6_the_cluster_is_known_by_its_first_namespace(
             await cluster_id(kube)
     else:
         assert await cluster_id(kube) == found
+
+
+async def test_a_pass_that_waits_for_a_slow_bucket_is_not_stuck_while_that_answers(
+    kube: FakeKube, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Such as one that verifies a large checkpoint before it is restored: a restart would not help."""
+    clock = [0.0]
+    keys = {"AWS_ACCESS_KEY_ID": "a2V5", "AWS_SECRET_ACCESS_KEY": "a2V5"}
+    kube.put(SECRETS, NS, {"metadata": {"name": "keys"}, "data": keys})
+    monkeypatch.setattr(storage_module, "open_store", lambda *_: DirectoryStore(tmp_path))
+    async with httpx.AsyncClient() as http:
+        cache = Cache(PodTransport(httpx.MockTransport(lambda _: httpx.Response(200))))
+        services = Services(kube, cache, Events(kube), http, "gym-system", lambda: clock[0], lambda: clock[0])
+        fleet, worker = Fleet(services), StackWorker(services, Key(NS, "demo"), STACK_UID)
+        fleet._workers[worker.key] = (worker, asyncio.create_task(asyncio.sleep(0)))
+        await worker._storage.tend(SPEC, "s3://bucket/stack/cell-0")
+        store = worker._storage.open("s3://bucket/stack/cell-0")
+        uses: list[Callable[[], object]] = [
+            lambda: store.create("key", b"1"),
+            lambda: store.replace("hint", b"1"),
+            lambda: store.get("key"),
+            lambda: store.fingerprint("key"),
+            lambda: store.list(""),
+        ]
+        worker.pass_began = clock[0]
+        for use in uses:
+            clock[0] += STUCK_SECONDS + 1
+            assert fleet.health()["stuck"] == ["team/demo"]
+            await asyncio.to_thread(use)
+            assert fleet.health()["stuck"] == []
+        clock[0] += STUCK_SECONDS + 1
+        with pytest.raises(StorageError):
+            store.get("none")  # no answer, no progress
+        assert fleet.health()["stuck"] == ["team/demo"]
+        worker.pass_began = None
+        store.get("key")
+        assert worker.pass_began is None
+        worker._storage.close()
 
 
 async def test_a_directory_is_probed_by_writing(kube: FakeKube, tmp_path: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,10 +15,19 @@ from gym_servers.control.writes import Author, read_back
 from gym_servers.protocol.digests import sha256
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.storage import packs
-from gym_servers.storage.cells import verify
+from gym_servers.storage.cells import directory_name, published, verify
 from gym_servers.storage.directory import DirectoryStore
-from gym_servers.storage.manifest import CodeIdentity, Manifest, Member, PackEntry, RecordEntry
+from gym_servers.storage.manifest import (
+    CHECKPOINT,
+    CodeIdentity,
+    Manifest,
+    Member,
+    PackEntry,
+    Publication,
+    RecordEntry,
+)
 from gym_servers.storage.packs import load_manifest, load_records, pack_records, write_records
+from gym_servers.storage.parallel import PARALLEL
 
 CODE = CodeIdentity(image="i", server="counter", config_digest="c", record_format=1)
 AUTHOR = Author("resources", "counter", "session-1", CODE)
@@ -195,3 +205,85 @@ def test_documents_have_one_spelling(store: DirectoryStore) -> None:
     data = store.get(f"{AUTHOR.directory}/manifest.json")
     assert data == json.dumps(json.loads(data), sort_keys=True, separators=(",", ":")).encode()
     assert load_manifest(store, AUTHOR.directory, sha256(data))[0].to_bytes() == data
+
+
+# ---- a cell with much to read -----------------------------------------------------------------------------
+
+
+class Meeting(DirectoryStore):
+    """A store whose answers to reads of `keys` all come once so many are asked for at once."""
+
+    def __init__(self, root: Path, keys: str) -> None:
+        super().__init__(root)
+        self.keys, self.met = keys, threading.Barrier(PARALLEL)
+        self.whole: list[str] = []
+        self.asked = 0
+
+    def _meet(self, key: str) -> None:
+        self.asked += 1
+        if self.keys in key:
+            self.met.wait(10)  # real time: one after another they never meet
+
+    def get(self, key: str) -> bytes:
+        self.whole.append(key)
+        self._meet(key)
+        return super().get(key)
+
+    def fingerprint(self, key: str) -> tuple[int, str]:
+        self._meet(key)
+        return super().fingerprint(key)
+
+
+def large(store: DirectoryStore, monkeypatch: pytest.MonkeyPatch) -> list[Member]:
+    """Two participants with half as many packs each as are read at once."""
+    monkeypatch.setattr(packs, "PACK_BYTES", 1)
+    authors = [Author("resources", name, "session-1", CODE) for name in ("one", "two")]
+    return [
+        write(store, {f"{author.instance}{n}": b"xy" for n in range(PARALLEL // 2)}, author) for author in authors
+    ]
+
+
+def test_packs_of_all_participants_are_verified_side_by_side_and_none_is_held_whole(
+    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members = large(store, monkeypatch)
+    slow = Meeting(Path(store.uri), "/pack")
+    verify(slow, members, "cp")
+    assert [key for key in slow.whole if "/pack" in key] == []
+
+
+def test_publications_are_read_side_by_side(store: DirectoryStore) -> None:
+    for number in range(PARALLEL):
+        publication = Publication(
+            state="published",
+            checkpoint_id=f"cp{number}",
+            name=f"cp{number}",
+            stack_uid="uid",
+            cell=0,
+            cell_attempt=0,
+            sequence=number,
+            created=1.0,
+        )
+        store.create(f"{directory_name(0, number, f'cp{number}')}/{CHECKPOINT}", publication.to_bytes())
+    found = published(Meeting(Path(store.uri), CHECKPOINT))
+    assert [publication.sequence for _, publication, _ in found] == list(reversed(range(PARALLEL)))
+
+
+def test_nothing_more_is_read_once_a_pack_does_not_verify(
+    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packs, "PACK_BYTES", 1)
+    member = write(store, {f"{number:03d}": b"xy" for number in range(200)})
+    damage(min(Path(store.uri).rglob("pack*")), flip)
+    asked: list[str] = []
+
+    class Slow(DirectoryStore):
+        def fingerprint(self, key: str) -> tuple[int, str]:
+            asked.append(key)
+            if "pack0000" not in key:
+                threading.Event().wait(0.3)
+            return super().fingerprint(key)
+
+    with pytest.raises(ProtocolError, match="pack0000"):
+        verify(Slow(Path(store.uri)), [member], "cp")
+    assert len(asked) <= 2 * PARALLEL

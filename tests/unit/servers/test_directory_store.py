@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from gym_servers.protocol.digests import sha256
 from gym_servers.storage.directory import DirectoryStore
 from gym_servers.storage.locate import join, open_store
 from gym_servers.storage.store import ObjectConflict, ObjectMissing, StorageError
@@ -155,9 +156,7 @@ def test_a_listing_that_cannot_be_read_to_its_end_is_an_error_and_no_shorter_lis
             store.list(prefix)
 
 
-def test_what_vanishes_while_it_is_listed_is_left_out(
-    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_vanishes_while_it_is_listed_is_left_out(store: DirectoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     store.create("a/one", b"1")
     store.create("b/two", b"22")
     stat = Path.stat
@@ -169,3 +168,14 @@ def test_what_vanishes_while_it_is_listed_is_left_out(
 
     monkeypatch.setattr(Path, "stat", gone)
     assert store.list("") == {"b/two": 2}
+
+
+@pytest.mark.parametrize("size", [0, 1, 3_000_000])
+def test_a_fingerprint_is_of_the_whole_object(store: DirectoryStore, size: int) -> None:
+    data = bytes(range(256)) * (size // 256 + 1)
+    store.create("a/key", data[:size])
+    assert store.fingerprint("a/key") == (size, sha256(data[:size]))
+    with pytest.raises(ObjectMissing):
+        store.fingerprint("a/other")
+    with pytest.raises(StorageError, match="cannot use"):
+        store.fingerprint("a")

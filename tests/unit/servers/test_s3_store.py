@@ -1,13 +1,15 @@
-"""What an S3 server's client does with answers that are cut short: nothing comes out of it but bytes and StorageError."""
+"""Answers of an S3 server that are cut short: nothing comes out of the store but whole bytes and StorageError."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import boto3.session
 import pytest
 from botocore.exceptions import IncompleteReadError, ReadTimeoutError, ResponseStreamingError
 
+from gym_servers.protocol.digests import sha256
 from gym_servers.stack.settings import S3Settings
 from gym_servers.storage.s3 import S3Store
 from gym_servers.storage.store import StorageError
@@ -35,6 +37,12 @@ class Client:
             raise self.failures.pop(0)
         return b"whole"
 
+    def iter_chunks(self, size: int) -> Iterator[bytes]:
+        yield b"wh"
+        if self.failures:
+            raise self.failures.pop(0)
+        yield b"ole"
+
 
 @pytest.fixture
 def client(monkeypatch: pytest.MonkeyPatch) -> Client:
@@ -61,3 +69,13 @@ def test_a_body_that_never_comes_whole_is_an_error_of_the_storage(client: Client
         store().get("key")
     assert client.asked <= 5
     assert "http" not in str(failed.value)
+
+
+@pytest.mark.parametrize("how", CUT)
+def test_a_fingerprint_is_taken_piece_by_piece_and_of_a_whole_body_only(client: Client, how: str) -> None:
+    client.failures = [CUT[how]] * 2
+    assert store().fingerprint("key") == (5, sha256(b"whole"))
+    assert client.asked == 3
+    client.failures = [CUT[how]] * 100
+    with pytest.raises(StorageError, match=type(CUT[how]).__name__):
+        store().fingerprint("key")
