@@ -318,7 +318,7 @@ async def test_a_second_operator_is_noticed(tmp_path: Path) -> None:
         await rig.until(lambda: rig.in_service(1), "recovered")
         first.session.cut = True
         first.alive.kill()
-        first.beside.cancel()
+        first.kill()
         await to_the_end(rig)
 
 

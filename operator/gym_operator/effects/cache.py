@@ -105,9 +105,13 @@ class Cache:
         if not pods:
             self._pods.pop(stack_uid, None)
 
-    def pods_of(self, stack_uid: str) -> dict[str, PodState]:
-        """The pod that counts for each server of a stack."""
-        return by_server(self._pods.get(stack_uid, {}).values())
+    def pods_of(self, stack_uid: str, cell: int) -> dict[str, PodState]:
+        """The pod that counts for each server of a cell."""
+        return by_server(pod for pod in self._pods.get(stack_uid, {}).values() if pod.cell == cell)
+
+    def nodes_of(self, stack_uid: str) -> set[str]:
+        """The nodes that a stack's pods are on."""
+        return {pod.node for pod in self._pods.get(stack_uid, {}).values() if pod.node}
 
     def replace_pods(self, stack_uid: str, listing: Listing) -> None:
         """Take a list from the API server for the whole truth about one stack's pods, as of its version: a watch

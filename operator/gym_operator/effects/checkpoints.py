@@ -80,7 +80,7 @@ class Checkpoints:
 
     # ---- the queue ----------------------------------------------------------------------------------------
 
-    async def adopt(self, record: CellRecord | None) -> None:
+    async def adopt(self, index: int, record: CellRecord | None) -> None:
         """Before the cell is looked at: let a checkpoint that the record has open say so, with its place, which the
         record forgets once it is settled. Raises KubeError, Superseded."""
         if record is None or record.open is None or self._task is not None:
@@ -147,6 +147,11 @@ class Checkpoints:
             if not done:
                 self._task.cancel()
         self._task = self._writer = None
+
+    async def let_go(self, index: int, controller: CellController, reason: str, message: str) -> None:
+        """As `close`, for one cell whose controller is given up."""
+        await self.close(controller, reason, message)
+        self.reopen()
 
     def reopen(self) -> None:
         """Begin anew after `close`, with nothing remembered."""

@@ -15,8 +15,9 @@ from gym_operator.effects.cache import Key, key_of, stack_of, version_of
 from gym_operator.effects.checkpoints import writer_for
 from gym_operator.effects.events import Subject
 from gym_operator.effects.kube import CHECKPOINTS, PODS, STACKS, KubeError, Listing, NotFound, Resource
+from gym_operator.effects.services import Services
 from gym_operator.effects.status_writers import Gone, Superseded
-from gym_operator.effects.worker import Services, StackWorker
+from gym_operator.effects.worker import StackWorker
 from gym_operator.rules import checkpoint_phases, checkpoint_queue
 from gym_operator.rules.watch_health import Watches
 
@@ -65,10 +66,7 @@ class Fleet:
             self._cache.drop_pod(pod.stack_uid, pod.uid)
         if (found := self._workers.get(Key(pod.namespace, pod.stack))) is None:
             return
-        if deleted or (pod.incarnation is not None and not pod.alive):
-            found[0].pod_ended()
-        else:
-            found[0].wake()
+        found[0].pod_changed(pod.cell, ended=deleted or (pod.incarnation is not None and not pod.alive))
 
     def _seen(self, resource: Resource, body: Mapping[str, Any]) -> None:
         self._watches.told((resource.plural, self._scope(body["metadata"]["namespace"])), version_of(body))
@@ -225,7 +223,7 @@ class Fleet:
         stuck = [
             f"{worker.key.namespace}/{worker.key.name}"
             for worker, _ in self._workers.values()
-            if worker.pass_began is not None and now - worker.pass_began > STUCK_SECONDS
+            if worker.stuck(STUCK_SECONDS)
         ]
         silent = self._watches.silent(now)
         return {"ok": not stuck and not silent, "stacks": len(self._workers), "stuck": stuck, "silentWatches": silent}

@@ -1,4 +1,4 @@
-"""Writing status: of a stack, which holds the record of its cell, and of a checkpoint.
+"""Writing status: of a stack, which holds the records of its cells, and of a checkpoint.
 
 One writer per object, which remembers what it wrote last. Every write replaces the status on a resource version, so a
 second operator is noticed: its write makes ours conflict, and what it wrote is not what we remember.
@@ -33,10 +33,13 @@ class Superseded(Exception):
 
 
 class StackWriter:
-    """The status of one stack. `status` and `record` are what was written or read last.
+    """The status of one stack, with the record of each of its cells. `status` is what was written or read last.
 
-    `follow` gives the status that goes with a new record, so that no status ever shows a cell as running whose record
-    says that it is being replaced.
+    Each record is fenced on its own: where another operator has written the one of a cell, that is believed and kept,
+    and only what concerns that cell ends in Superseded, until `reload` says that it is known.
+
+    `follow` gives the status that goes with a new record of a cell, so that no status ever shows a cell as running
+    whose record says that it is being replaced.
     """
 
     def __init__(
@@ -45,70 +48,105 @@ class StackWriter:
         namespace: str,
         name: str,
         uid: str,
-        follow: Callable[[StackStatus, CellRecord], StackStatus] = lambda status, record: status,
+        follow: Callable[[StackStatus, int, CellRecord], StackStatus] = lambda status, cell, record: status,
     ) -> None:
         self._kube, self._namespace, self._name, self._uid = kube, namespace, name, uid
         self._follow = follow
         self._version = ""
         self._writing = asyncio.Lock()
         self.status = StackStatus()
-        self.record: CellRecord | None = None
-        self._unanswered: CellRecord | None = None
+        self._records: dict[int, CellRecord] = {}
+        self._unanswered: dict[int, CellRecord] = {}
+        self._superseded: set[int] = set()
+
+    def record(self, cell: int) -> CellRecord | None:
+        """The record of a cell as it was written or read last."""
+        return self._records.get(cell)
+
+    def superseded(self, cell: int) -> bool:
+        """Whether another operator was seen to have written the record of this cell."""
+        return cell in self._superseded
 
     async def load(self) -> Body:
         """Read the stack afresh, and believe it. Raises Gone, KubeError, ValueError."""
         async with self._writing:
-            body = await _current(self._kube, STACKS, self._namespace, self._name, self._uid)
+            body = await self._current()
             self._version = body["metadata"]["resourceVersion"]
             self.status = StackStatus.model_validate(body.get("status") or {})
-            self.record = _record_of(body)
+            self._records = _records_of(body)
+            self._superseded = set()
             return body
 
-    async def save_record(self, record: CellRecord) -> None:
-        """Make the cell's record durable. Raises Gone, Superseded, KubeError."""
+    async def reload(self, cell: int) -> None:
+        """Read afresh what stands of one cell, and believe it. Raises Gone, KubeError, ValueError."""
         async with self._writing:
-            await self._replace(_with_record(self._follow(self.status, record), record), record)
+            self._meet(await self._current())
+            self._superseded.discard(cell)
 
-    async def settled_record(self) -> CellRecord | None:
-        """The record, once no write of it is under way."""
+    async def save_record(self, cell: int, record: CellRecord) -> None:
+        """Make a cell's record durable. Raises Gone, Superseded, KubeError."""
         async with self._writing:
-            return self.record
+            await self._replace(lambda: self._follow(self.status, cell, record), (cell, record))
 
-    async def write(self, status: StackStatus) -> bool:
-        """Write the status with the record as it was saved last; False where nothing changed.
-
-        Raises Gone, Superseded, KubeError.
-        """
+    async def settled_record(self, cell: int) -> CellRecord | None:
+        """The record of a cell, once no write of it is under way."""
         async with self._writing:
-            if self.record is not None:
-                status = _with_record(status, self.record)
-            if status == self.status:
+            return self.record(cell)
+
+    async def write(self, make: Callable[[StackStatus], StackStatus | None]) -> bool:
+        """Write the status that `make` gives for the present one, with the records as they were saved last; False
+        where it gives none, or one in which nothing has changed. Raises Gone, KubeError."""
+        async with self._writing:
+            status = make(self.status)
+            if status is None or self._with_records(status) == self.status:
                 return False
-            await self._replace(status, self.record)
+            await self._replace(lambda: status)
             return True
 
-    async def _replace(self, status: StackStatus, record: CellRecord | None) -> None:
+    async def _replace(self, make: Callable[[], StackStatus], saved: tuple[int, CellRecord] | None = None) -> None:
         for _ in range(TRIES):
+            if saved is not None and saved[0] in self._superseded:
+                raise Superseded(f"another operator has written the record of cell {saved[0]}")
+            status = self._with_records(make(), saved)
             body = _body(names.STACK_KIND, self._namespace, self._name, self._uid, self._version, status.document())
             try:
                 written = await self._kube.replace_status(STACKS, self._namespace, body)
             except NotFound as error:
                 raise Gone(str(error)) from error
             except Conflict:
-                current = await _current(self._kube, STACKS, self._namespace, self._name, self._uid)
-                theirs = _record_of(current)
-                if theirs not in (self.record, self._unanswered):
-                    raise Superseded("another operator has written the record of this cell") from None
-                self.record = theirs
-                self._version = current["metadata"]["resourceVersion"]
+                self._meet(await self._current())
                 continue
             except KubeError:
-                self._unanswered = record  # it may have been written all the same
+                if saved is not None:
+                    self._unanswered[saved[0]] = saved[1]  # it may have been written all the same
                 raise
             self._version = written["metadata"]["resourceVersion"]
-            self.status, self.record = status, record
+            self.status = status
+            if saved is not None:
+                self._records[saved[0]] = saved[1]
             return
         raise KubeError(409, f"the status of stack {self._name} could not be written: it changes all the time")
+
+    async def _current(self) -> Body:
+        return await _current(self._kube, STACKS, self._namespace, self._name, self._uid)
+
+    def _meet(self, current: Body) -> None:
+        """Take over what stands, and note of which cells somebody else has written the record."""
+        theirs = _records_of(current)
+        for cell in self._records.keys() | theirs.keys():
+            if theirs.get(cell) not in (self._records.get(cell), self._unanswered.get(cell)):
+                self._superseded.add(cell)
+        self._records = theirs
+        self._version = current["metadata"]["resourceVersion"]
+
+    def _with_records(self, status: StackStatus, saved: tuple[int, CellRecord] | None = None) -> StackStatus:
+        records = self._records if saved is None else {**self._records, saved[0]: saved[1]}
+        cells = {cell.index: cell for cell in status.cells}
+        for index, record in records.items():
+            update = {"record": to_document(record), "attempt": record.attempt}
+            cells[index] = (cells.get(index) or CellStatus(index=index)).model_copy(update=update)
+        attempt = max((cell.attempt for cell in cells.values()), default=0)
+        return status.model_copy(update={"cells": tuple(cells[i] for i in sorted(cells)), "attempt": attempt})
 
 
 class CheckpointWriter:
@@ -162,12 +200,6 @@ class CheckpointWriter:
             )
 
 
-def _with_record(status: StackStatus, record: CellRecord) -> StackStatus:
-    cells = status.cells or (CellStatus(index=0),)
-    cell = cells[0].model_copy(update={"record": to_document(record), "attempt": record.attempt})
-    return status.model_copy(update={"cells": (cell,), "attempt": record.attempt})
-
-
 def _body(kind: str, namespace: str, name: str, uid: str, version: str, status: Body) -> Body:
     metadata = {"namespace": namespace, "name": name, "uid": uid, "resourceVersion": version}
     return {"apiVersion": names.API_VERSION, "kind": kind, "metadata": metadata, "status": status}
@@ -183,6 +215,8 @@ async def _current(kube: Kube, resource: Resource, namespace: str, name: str, ui
     return body
 
 
-def _record_of(body: Mapping[str, Any]) -> CellRecord | None:
+def _records_of(body: Mapping[str, Any]) -> dict[int, CellRecord]:
+    """The records in a stack's status, by cell. Raises ValueError where one cannot be read."""
     cells = (body.get("status") or {}).get("cells") or ()
-    return from_document(cells[0].get("record")) if cells else None
+    found = ((int(cell["index"]), from_document(cell.get("record"))) for cell in cells)
+    return {index: record for index, record in found if record is not None}

@@ -20,7 +20,7 @@ from typing import Any, Final, TypeVar
 from gym_operator.api import names
 from gym_operator.api.conditions import ConditionReason
 from gym_operator.effects.kube import SECRETS, Kube, KubeError, NotFound
-from gym_operator.rules.stack_status import Storage
+from gym_operator.rules.observed import Storage
 from gym_servers.stack.render import s3_settings
 from gym_servers.stack.spec import S3Spec, StorageSpec
 from gym_servers.storage.locate import open_store

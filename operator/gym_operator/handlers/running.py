@@ -17,8 +17,8 @@ from gym_operator.effects.events import Events
 from gym_operator.effects.fleet import Fleet
 from gym_operator.effects.kube import CHECKPOINTS, STACKS, ApiKube, KubeError, NotFound, connect
 from gym_operator.effects.metrics import Metrics
+from gym_operator.effects.services import Services
 from gym_operator.effects.transport import pod_client
-from gym_operator.effects.worker import Services
 from gym_operator.handlers.health import serving_health
 from gym_operator.handlers.watches import registry
 

@@ -20,8 +20,8 @@ OVERDUE_SECONDS: Final = 20.0
 
 @dataclass(frozen=True)
 class PodState:
-    """One pod of a stack. `incarnation` is None while no process was started, `delete_by` (Unix seconds) None while
-    it is not being deleted; `detail` says why it is not alive."""
+    """The pod of a server in a cell. `incarnation` is None while no process was started, `delete_by` (Unix seconds)
+    None while it is not being deleted; `detail` says why it is not alive."""
 
     uid: str
     name: str
@@ -29,6 +29,7 @@ class PodState:
     stack: str
     stack_uid: str
     server: str
+    cell: int
     version: int
     created: str
     incarnation: str | None
@@ -60,6 +61,7 @@ def observe(pod: Mapping[str, Any]) -> PodState:
         stack=labels.get(names.STACK_LABEL, ""),
         stack_uid=labels.get(names.STACK_UID_LABEL, ""),
         server=labels.get(names.SERVER_LABEL, ""),
+        cell=_ordinal(metadata["name"]),
         version=int(metadata.get("resourceVersion") or 0),
         created=metadata.get("creationTimestamp") or "",
         incarnation=f"{metadata['uid']}/{container_id}" if container_id else None,
@@ -89,6 +91,12 @@ def node_is_lost(node: Mapping[str, Any]) -> bool:
 def pod_uid(incarnation: str) -> str:
     """The UID of the pod an incarnation lives in."""
     return incarnation.partition("/")[0]
+
+
+def _ordinal(name: str) -> int:
+    """The number that its StatefulSet has put behind the pod's name: the cell; -1 for a pod that has none."""
+    number = name.rpartition("-")[2]
+    return int(number) if number.isdecimal() else -1
 
 
 def _container(status: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -24,11 +24,11 @@ import httpx
 
 from gym_operator.api import names
 from gym_operator.api.checkpoint import TERMINAL
-from gym_operator.effects import worker as workers
 from gym_operator.effects.cache import Cache
 from gym_operator.effects.events import Events
 from gym_operator.effects.fleet import Fleet
 from gym_operator.effects.kube import CHECKPOINTS, CHILDREN, PODS, SECRETS, STACKS, Body, Kube, Resource
+from gym_operator.effects.services import Services
 from gym_operator.effects.transport import PodTransport
 from gym_operator.rules.workloads import StackContext, build_control_secret
 from gym_rig.cell import COOKIES, IDENTITY, LONGEST_SECONDS, TOKEN, Rig, rig_settings
@@ -50,7 +50,7 @@ class Operator:
         transport = PodTransport(rig.cell.network.transport(self.alive))
         kube = cast("Kube", self.session)
         clock = asyncio.get_running_loop().time
-        services = workers.Services(
+        services = Services(
             kube,
             Cache(transport),
             Events(kube, clock),
@@ -62,6 +62,14 @@ class Operator:
         )
         self.fleet = Fleet(services)
         self.beside = asyncio.create_task(self.fleet.run())
+
+    def kill(self) -> None:
+        """End what would go on by itself; nobody hears of it."""
+        self.beside.cancel()
+        workers = list(self.fleet._workers.values())
+        self.fleet._workers.clear()
+        for _, task in workers:
+            task.cancel()
 
     def told(self, resource: Resource, deleted: bool, body: Body) -> None:
         """What its watches tell."""
@@ -173,7 +181,7 @@ class OperatedRig:
         if self.operator is not None:
             self.operator.session.cut = True
             self.operator.alive.kill()
-            self.operator.beside.cancel()
+            self.operator.kill()
             self.kube.watch = lambda resource, deleted, body: None
             self.operator = None
 

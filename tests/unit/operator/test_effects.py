@@ -36,13 +36,15 @@ from gym_operator.effects.kube import (
     Resource,
 )
 from gym_operator.effects.kube_host import KubeCellHost
+from gym_operator.effects.services import Services
+from gym_operator.effects.stack_pods import StackPods
 from gym_operator.effects.status_writers import CheckpointWriter, Gone, StackWriter, Superseded
 from gym_operator.effects.storage import StackStorage
 from gym_operator.effects.transport import PodTransport
-from gym_operator.effects.worker import Services, StackWorker
+from gym_operator.effects.worker import StackWorker
 from gym_operator.rules.workloads import StackContext
 from gym_rig.fake_kube import FakeKube
-from gym_servers.coordination.record import CellRecord, OpenCheckpoint, Stage
+from gym_servers.coordination.record import CellRecord, OpenCheckpoint, Pin, Stage
 from gym_servers.stack.spec import StorageSpec
 from gym_servers.storage.directory import DirectoryStore
 from gym_servers.storage.store import StorageError, StorageProblem
@@ -67,13 +69,14 @@ def stack(kube: FakeKube) -> StackWriter:
 async def test_a_status_write_keeps_the_record(kube: FakeKube) -> None:
     writer = stack(kube)
     await writer.load()
-    await writer.save_record(CellRecord(stage=Stage.RUNNING, attempt=2))
-    assert await writer.write(StackStatus(phase="Running"))
+    await writer.save_record(0, CellRecord(stage=Stage.RUNNING, attempt=2))
+    assert await writer.write(lambda _: StackStatus(phase="Running"))
     status = kube.objects[STACKS, NS, "demo"]["status"]
     assert status["cells"][0]["record"] == {"stage": "running", "attempt": 2}
     assert (status["attempt"], status["phase"]) == (2, "Running")
     writes = len(kube.writes)
-    assert not await writer.write(StackStatus(phase="Running"))
+    assert not await writer.write(lambda _: StackStatus(phase="Running"))
+    assert not await writer.write(lambda _: None)
     assert len(kube.writes) == writes, "what is there already is not written"
 
 
@@ -81,7 +84,7 @@ async def test_changes_of_others_only_cost_another_try(kube: FakeKube) -> None:
     writer = stack(kube)
     await writer.load()
     kube.set(STACKS, NS, "demo", spec={"changed": True})
-    await writer.save_record(CellRecord(attempt=1))
+    await writer.save_record(0, CellRecord(attempt=1))
     assert kube.objects[STACKS, NS, "demo"]["spec"] == {"changed": True}
 
 
@@ -89,12 +92,14 @@ async def test_another_operators_record_stops_the_writer(kube: FakeKube) -> None
     writer, other = stack(kube), StackWriter(kube, NS, "demo", STACK_UID)
     await writer.load()
     await other.load()
-    await other.save_record(CellRecord(attempt=7))
+    await other.save_record(0, CellRecord(attempt=7))
     with pytest.raises(Superseded):
-        await writer.save_record(CellRecord(attempt=1))
-    await writer.load()
-    assert writer.record == CellRecord(attempt=7)
-    await writer.save_record(CellRecord(attempt=8))
+        await writer.save_record(0, CellRecord(attempt=1))
+    with pytest.raises(Superseded):  # until it is read afresh, whatever is tried
+        await writer.save_record(0, CellRecord(attempt=8))
+    await writer.reload(0)
+    assert writer.record(0) == CellRecord(attempt=7)
+    await writer.save_record(0, CellRecord(attempt=8))
 
 
 async def test_a_record_that_has_not_changed_is_written_all_the_same(kube: FakeKube) -> None:
@@ -102,15 +107,15 @@ async def test_a_record_that_has_not_changed_is_written_all_the_same(kube: FakeK
     writer, other = stack(kube), StackWriter(kube, NS, "demo", STACK_UID)
     await writer.load()
     record = CellRecord(stage=Stage.RUNNING)
-    await writer.save_record(record)
+    await writer.save_record(0, record)
     writes = len(kube.writes)
-    await writer.save_record(record)
+    await writer.save_record(0, record)
     assert len(kube.writes) == writes + 1
     await other.load()
     opened = OpenCheckpoint(checkpoint_id="cp", name="cp", uri="u", sequence=1)
-    await other.save_record(record.model_copy(update={"open": opened}))
+    await other.save_record(0, record.model_copy(update={"open": opened}))
     with pytest.raises(Superseded):
-        await writer.save_record(record)
+        await writer.save_record(0, record)
 
 
 async def test_an_own_write_whose_answer_was_lost_is_known_again(kube: FakeKube) -> None:
@@ -124,10 +129,10 @@ async def test_an_own_write_whose_answer_was_lost_is_known_again(kube: FakeKube)
 
     kube.replace_status = lost  # type: ignore[method-assign]
     with pytest.raises(KubeError):
-        await writer.save_record(CellRecord(attempt=1))
+        await writer.save_record(0, CellRecord(attempt=1))
     kube.replace_status = answered  # type: ignore[method-assign]
-    await writer.save_record(CellRecord(attempt=1, stage=Stage.RUNNING))
-    assert writer.record == CellRecord(attempt=1, stage=Stage.RUNNING)
+    await writer.save_record(0, CellRecord(attempt=1, stage=Stage.RUNNING))
+    assert writer.record(0) == CellRecord(attempt=1, stage=Stage.RUNNING)
 
 
 async def test_a_stack_made_again_is_not_ours(kube: FakeKube) -> None:
@@ -135,10 +140,10 @@ async def test_a_stack_made_again_is_not_ours(kube: FakeKube) -> None:
     await writer.load()
     kube.remove(STACKS, NS, "demo")
     with pytest.raises(Gone):
-        await writer.save_record(CellRecord())
+        await writer.save_record(0, CellRecord())
     kube.put(STACKS, NS, {"metadata": {"name": "demo", "uid": "another"}, "spec": {}})
     with pytest.raises(Gone):
-        await writer.save_record(CellRecord())
+        await writer.save_record(0, CellRecord())
     with pytest.raises(Gone):
         await writer.load()
 
@@ -214,13 +219,13 @@ async def test_what_belongs_to_somebody_else_is_not_touched(
 # ---- pods -------------------------------------------------------------------------------------------------
 
 
-def put_pod(kube: FakeKube, server: str, **metadata: Any) -> dict[str, Any]:
+def put_pod(kube: FakeKube, server: str, cell: int = 0, **metadata: Any) -> dict[str, Any]:
     labels = {names.STACK_LABEL: "demo", names.STACK_UID_LABEL: STACK_UID, names.SERVER_LABEL: server}
     return kube.put(
         PODS,
         NS,
         {
-            "metadata": {"name": f"demo-{server}-0", "uid": f"{server}-uid", "labels": labels, **metadata},
+            "metadata": {"name": f"demo-{server}-{cell}", "uid": f"{server}-uid", "labels": labels, **metadata},
             "spec": {"nodeName": "node-1"},
             "status": {
                 "phase": "Running",
@@ -231,20 +236,24 @@ def put_pod(kube: FakeKube, server: str, **metadata: Any) -> dict[str, Any]:
     )
 
 
-def host(kube: FakeKube, context: Callable[[dict[str, Any]], StackContext], document: dict[str, Any]) -> KubeCellHost:
+def host(
+    kube: FakeKube, context: Callable[[dict[str, Any]], StackContext], document: dict[str, Any], cell: int = 0
+) -> tuple[KubeCellHost, StackPods]:
     subject = Subject("GymStack", NS, "demo", STACK_UID)
-    cache = Cache(PodTransport(httpx.MockTransport(lambda _: httpx.Response(200))))
-    participants = context(document).spec.participants()
-    return KubeCellHost(kube, cache, StackWriter(kube, NS, "demo", STACK_UID), Events(kube), subject, participants)
+    transport = PodTransport(httpx.MockTransport(lambda _: httpx.Response(200)))
+    http = httpx.AsyncClient(transport=transport)
+    services = Services(kube, Cache(transport), Events(kube), http, "gym-system")
+    pods, writer = StackPods(services, subject), StackWriter(kube, NS, "demo", STACK_UID)
+    return KubeCellHost(services, subject, cell, pods, writer, context(document).spec.participants()), pods
 
 
 async def test_processes_are_the_pods_own_and_end_by_uid(
     kube: FakeKube, context: Callable[[dict[str, Any]], StackContext], spec_document: dict[str, Any]
 ) -> None:
-    cell = host(kube, context, spec_document)
+    cell, pods = host(kube, context, spec_document)
     put_pod(kube, "env")
     put_pod(kube, "agent")
-    await cell.refresh()
+    await pods.refresh()
     found = {process.name: process for process in await cell.processes()}
     assert set(found) == {"env", "policy", "agent", "counter", "collection"}
     assert (found["env"].incarnation, found["env"].control_url) == ("env-uid/c", "http://10.0.0.1:8001")
@@ -260,17 +269,34 @@ async def test_processes_are_the_pods_own_and_end_by_uid(
     assert len(kube.writes) == writes, "a deletion under way is not asked for again"
 
 
+async def test_a_cell_has_its_own_pods_and_no_others(
+    kube: FakeKube, context: Callable[[dict[str, Any]], StackContext], spec_document: dict[str, Any]
+) -> None:
+    cell, pods = host(kube, context, spec_document, cell=1)
+    put_pod(kube, "env", cell=0)
+    put_pod(kube, "env", cell=1, uid="mine")
+    put_pod(kube, "agent", cell=11)
+    await pods.refresh()
+    assert {one.name: one.incarnation for one in await cell.processes() if one.incarnation} == {"env": "mine/c"}
+    assert not cell.any_ended({"env": Pin(incarnation="mine/c", session="s")})
+    assert cell.any_ended({"agent": Pin(incarnation="agent-uid/c", session="s")})
+    await cell.end({"env": "env-uid/c", "agent": "agent-uid/c"})
+    await cell.end({"env": "mine/c"})
+    assert {name for resource, _, name in kube.objects if resource == PODS} == {"demo-env-0", "demo-agent-11"}
+
+
 async def test_nothing_lives_on_a_lost_node(
     kube: FakeKube, context: Callable[[dict[str, Any]], StackContext], spec_document: dict[str, Any]
 ) -> None:
-    cell = host(kube, context, spec_document)
+    cell, pods = host(kube, context, spec_document)
     put_pod(kube, "env")
     node = {"metadata": {"name": "node-1"}, "status": {"conditions": [{"type": "Ready", "status": "True"}]}}
     kube.put(NODES, None, node)  # type: ignore[arg-type]
-    await cell.refresh(("env",))
+    pods.silent(0, ("env",))
+    await pods.refresh()
     assert {process.name for process in await cell.processes() if process.alive} == {"env"}
     kube.set(NODES, None, "node-1", status={"conditions": [{"type": "Ready", "status": "Unknown"}]})  # type: ignore[arg-type]
-    await cell.refresh(("env",))
+    await pods.refresh()
     (env, *_) = await cell.processes()
     assert (env.alive, env.detail) == (False, "node node-1 is lost")
     graces = []
@@ -285,10 +311,11 @@ async def test_nothing_lives_on_a_lost_node(
     assert graces == [0], "nobody on a lost node confirms an end"
 
     put_pod(kube, "agent")
-    assert cell.has_lost_nodes
+    pods.silent(0, ())
+    assert pods.has_lost_nodes
     kube.set(NODES, None, "node-1", status={"conditions": [{"type": "Ready", "status": "True"}]})  # type: ignore[arg-type]
-    await cell.refresh()
-    assert not cell.has_lost_nodes
+    await pods.refresh()
+    assert not pods.has_lost_nodes
     assert {process.name for process in await cell.processes() if process.alive} == {"agent"}
 
 
@@ -297,9 +324,9 @@ def test_a_list_does_not_forget_what_is_younger_than_it(kube: FakeKube) -> None:
     old, young = put_pod(kube, "env"), put_pod(kube, "agent")
     cache.put_pod(young)
     cache.replace_pods(STACK_UID, Listing([old], int(old["metadata"]["resourceVersion"])))
-    assert set(cache.pods_of(STACK_UID)) == {"env", "agent"}
+    assert set(cache.pods_of(STACK_UID, 0)) == {"env", "agent"}
     cache.replace_pods(STACK_UID, Listing([], 10_000))
-    assert cache.pods_of(STACK_UID) == {}
+    assert cache.pods_of(STACK_UID, 0) == {}
 
 
 def test_finished_checkpoints_are_forgotten_and_stay_so(kube: FakeKube) -> None:

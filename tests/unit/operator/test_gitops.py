@@ -15,8 +15,9 @@ from gym_operator.api.checkpoint import CheckpointStatus
 from gym_operator.api.conditions import ConditionReason
 from gym_operator.api.stack import StackStatus
 from gym_operator.rules import checkpoint_phases
+from gym_operator.rules.observed import CellSeen, Observed, Storage
 from gym_operator.rules.spec_check import Problem
-from gym_operator.rules.stack_status import Observed, Storage, stack_status
+from gym_operator.rules.stack_status import stack_status
 from gym_servers.coordination.record import CellRecord, Recovery, Stage
 
 ARGO = Path(__file__).parents[3] / "docs" / "gitops" / "argocd"
@@ -31,7 +32,8 @@ DIED = Recovery(attempt=1, reason="agent is gone", checkpoint=None, started_at=N
 
 def observed(**seen: Any) -> dict[str, Any]:
     """The status that the operator writes for what it has seen."""
-    found = {"generation": GENERATION, "participants": (), "record": RUNNING, "storage": GOOD, **seen}
+    cell = CellSeen(0, record=seen.pop("record", RUNNING))
+    found = {"generation": GENERATION, "participants": (), "cells": (cell,), "storage": GOOD, **seen}
     return stack_status(StackStatus(), Observed(**found), NOW).document()
 
 

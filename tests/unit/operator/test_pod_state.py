@@ -32,7 +32,7 @@ def pod(uid: str = "uid-1", server: str = "env", container: Any = RUNNING, **par
 def test_a_running_container_is_a_process() -> None:
     seen = observe(pod())
     assert (seen.incarnation, seen.alive, seen.detail) == ("uid-1/containerd://1", True, "")
-    assert (seen.stack, seen.server, seen.address, seen.node) == ("demo", "env", "10.0.0.1", "node-1")
+    assert (seen.stack, seen.server, seen.cell, seen.address, seen.node) == ("demo", "env", 0, "10.0.0.1", "node-1")
     assert pod_uid(seen.incarnation or "") == "uid-1"
 
 

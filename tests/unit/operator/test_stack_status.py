@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,15 +10,10 @@ import pytest
 from gym_operator.api.conditions import ConditionReason, get_condition
 from gym_operator.api.stack import StackStatus
 from gym_operator.rules.cell_record import from_document, to_document
+from gym_operator.rules.observed import CellSeen, Observed, Storage
 from gym_operator.rules.pod_state import PodState
 from gym_operator.rules.spec_check import Problem, check_stack
-from gym_operator.rules.stack_status import (
-    Observed,
-    Storage,
-    differs_in_progress_only,
-    stack_status,
-    warnings,
-)
+from gym_operator.rules.stack_status import differs_in_progress_only, stack_status, warnings
 from gym_operator.rules.watch_health import SILENT_SECONDS, Watches
 from gym_servers.coordination.record import CellRecord, Choice, OpenCheckpoint, Pin, Recovery, Stage
 from gym_servers.protocol.messages import Report, Status
@@ -39,6 +33,7 @@ def pod(server: str, **parts: Any) -> PodState:
         "stack": "demo",
         "stack_uid": "s",
         "server": server,
+        "cell": 0,
         "version": 1,
         "created": "",
         "incarnation": f"{server}-uid/1",
@@ -58,15 +53,18 @@ def said(server: str, **parts: Any) -> Status:
     )
 
 
-def seen(record: CellRecord | None, **parts: Any) -> Observed:
+def cell(record: CellRecord | None, index: int = 0, **parts: Any) -> CellSeen:
     known: dict[str, Any] = {
-        "generation": 3,
-        "participants": PARTICIPANTS,
         "pods": {"env": pod("env"), "collection": pod("collection")},
         "statuses": {"env": said("env"), "collection": said("collection")},
-        "record": record,
-        "storage": GOOD,
     }
+    return CellSeen(index=index, record=record, **{**known, **parts})
+
+
+def seen(*cells: CellSeen | CellRecord | None, **parts: Any) -> Observed:
+    """A stack of these cells; a record stands for a cell in which all is well."""
+    found = tuple(one if isinstance(one, CellSeen) else cell(one, index) for index, one in enumerate(cells))
+    known: dict[str, Any] = {"generation": 3, "participants": PARTICIPANTS, "cells": found, "storage": GOOD}
     return Observed(**{**known, **parts})
 
 
@@ -97,7 +95,7 @@ def test_a_stack_in_service() -> None:
 
 
 @pytest.mark.parametrize(
-    ("record", "phase", "cell", "ready", "recovering"),
+    ("record", "phase", "part", "ready", "recovering"),
     [
         (None, "Pending", "Pending", "False PodsStarting", "False"),
         (CellRecord(), "Starting", "Starting", "False PodsStarting", "False"),
@@ -138,9 +136,9 @@ def test_a_stack_in_service() -> None:
         ),
     ],
 )
-def test_where_a_stack_stands(record: CellRecord | None, phase: str, cell: str, ready: str, recovering: str) -> None:
+def test_where_a_stack_stands(record: CellRecord | None, phase: str, part: str, ready: str, recovering: str) -> None:
     status, condition = look(seen(record))
-    assert (status.phase, status.cells[0].phase) == (phase, cell)
+    assert (status.phase, status.cells[0].phase) == (phase, part)
     assert condition("Ready").startswith(ready)
     assert condition("Recovering").startswith(recovering)
     assert condition("Stalled").startswith("True" if phase == "Failed" else "False")
@@ -156,18 +154,17 @@ def test_a_problem_of_the_spec_is_stalled_and_says_what_to_change() -> None:
 
 def test_a_participants_problem_is_the_stacks() -> None:
     statuses = {"env": said("env"), "collection": said("collection", problem="tasks.jsonl does not exist")}
-    _, condition = look(seen(CellRecord(stage=Stage.RUNNING), statuses=statuses))
+    _, condition = look(seen(cell(CellRecord(stage=Stage.RUNNING), statuses=statuses)))
     assert condition("Ready") == "False TasksInvalid: collection: tasks.jsonl does not exist"
 
 
 def test_progress_and_its_end() -> None:
     counts = {"expected": 4, "rows": 4, "failed": 1, "complete": 1}
     statuses = {"env": said("env"), "collection": said("collection", progress=counts)}
-    observed = seen(CellRecord(stage=Stage.RUNNING), statuses=statuses)
-    status, condition = look(observed)
+    status, condition = look(seen(cell(CellRecord(stage=Stage.RUNNING), statuses=statuses)))
     assert status.phase == "Completed"
     assert condition("Ready").startswith("True CollectionComplete: all 4")
-    silent = stack_status(status, replace(observed, statuses={}), NOW)
+    silent = stack_status(status, seen(cell(CellRecord(stage=Stage.RUNNING), statuses={})), NOW)
     assert silent.cells[0].collection == status.cells[0].collection, "a moment of silence loses no count"
 
 
@@ -175,7 +172,7 @@ def test_only_counters_can_wait_to_be_written() -> None:
     def at(rows: int, phase: str = "idle") -> StackStatus:
         statuses = {"collection": said("collection", progress={"expected": 4, "rows": rows})}
         statuses["collection"] = statuses["collection"].model_copy(update={"phase": phase})
-        return look(seen(CellRecord(stage=Stage.RUNNING), statuses=statuses))[0]
+        return look(seen(cell(CellRecord(stage=Stage.RUNNING), statuses=statuses)))[0]
 
     assert differs_in_progress_only(at(1), at(2))
     assert not differs_in_progress_only(at(1), at(2, "prepared"))
@@ -183,7 +180,7 @@ def test_only_counters_can_wait_to_be_written() -> None:
 
 def test_pods_that_do_not_come_up_say_why_in_ready() -> None:
     pods = {"env": pod("env", alive=False, ready=False, detail="ImagePullBackOff: no such image")}
-    _, condition = look(seen(CellRecord(), pods=pods, statuses={}, waits="waiting for env to start"))
+    _, condition = look(seen(cell(CellRecord(), pods=pods, statuses={}, waits="waiting for env to start")))
     assert "waiting for env to start; env: ImagePullBackOff: no such image" in condition("Ready")
 
 
@@ -195,11 +192,11 @@ def test_a_storage_that_fails_is_said_where_people_look() -> None:
 
 
 def test_without_checkpoints_only_pods_count() -> None:
-    plain = seen(None, checkpoints_enabled=False, storage=None)
-    status, condition = look(plain)
+    status, condition = look(seen(None, checkpoints_enabled=False, storage=None))
     assert (status.phase, condition("Ready")) == ("Running", "True Running: all servers are ready")
     assert (condition("Checkpointing"), condition("StorageReady")) == ("absent", "absent")
-    _, condition = look(replace(plain, pods={"env": pod("env")}))
+    half = cell(None, pods={"env": pod("env")})
+    _, condition = look(seen(half, checkpoints_enabled=False, storage=None))
     assert "not ready: collection" in condition("Ready")
 
 

@@ -1,0 +1,325 @@
+"""Looks after one cell of a stack, in a loop of its own: whatever holds up one cell holds up no other.
+
+The stack's worker says what is wanted of the cell (`order`) and puts what is seen of it (`seen`) into the status; the
+cell's own record is saved here, on the way, before each act that rests on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final
+
+from gym_operator.effects.checkpoints import Checkpoints
+from gym_operator.effects.events import Subject
+from gym_operator.effects.kube import KubeError
+from gym_operator.effects.kube_host import KubeCellHost
+from gym_operator.effects.services import Services
+from gym_operator.effects.stack_pods import StackPods
+from gym_operator.effects.status_writers import Gone, StackWriter, Superseded
+from gym_operator.effects.storage import StackStorage
+from gym_operator.rules.observed import CellSeen
+from gym_servers.coordination import decide
+from gym_servers.coordination.controller import CellController, CellSettings, View
+from gym_servers.coordination.record import CellRecord, Stage, tried_again
+from gym_servers.stack.spec import Participant
+from gym_servers.storage.store import StorageError
+
+log = logging.getLogger(__name__)
+
+FAST_SECONDS: Final = 0.1
+"""Between looks at a cell on its way into service: every look that comes late is part of the recovery's time."""
+FAST_FOR_SECONDS: Final = 120.0
+"""A cell that is on its way for longer waits for something slow, such as its image."""
+LAST_WORDS_SECONDS: Final = 0.02
+"""A look that is all but done when something dies may end by itself."""
+BUSY_SECONDS: Final = 0.25
+CALM_SECONDS: Final = 1.0
+TROUBLE_SECONDS: Final = 1.0
+"""After a pass that failed."""
+STAND_BY_SECONDS: Final = 30.0
+"""After another operator was noticed: two that take turns would undo each other's recoveries."""
+SILENT_LIST_SECONDS: Final = 2.0
+"""A server that does not answer for so long is worth a list of the pods."""
+SILENT_SECONDS: Final = 5.0
+"""A server that does not answer for so long is worth a condition."""
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What the stack wants of a cell. `settings` is None where nobody coordinates: checkpoints are turned off."""
+
+    participants: Sequence[Participant]
+    settings: CellSettings | None
+    suspend: bool = False
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the workers of one stack's cells share."""
+
+    services: Services
+    subject: Subject
+    writer: StackWriter
+    pods: StackPods
+    storage: StackStorage
+    checkpoints: Checkpoints
+
+
+class CellWorker:
+    """Works until it is cancelled or its stack is gone (`gone`). `pass_began` (monotonic) is when the pass under way
+    began, or last heard from its storage; None between passes. `changed` is called where the stack's status has
+    something new to say."""
+
+    def __init__(self, parts: Parts, index: int, changed: Callable[[], None]) -> None:
+        self.index = index
+        self.gone = False
+        self.pass_began: float | None = None
+        self.controller: CellController | None = None
+        self.view: View | None = None
+        self._p, self._s = parts, parts.services
+        self._changed = changed
+        self._wake, self._death = asyncio.Event(), asyncio.Event()
+        self._host = KubeCellHost(parts.services, parts.subject, index, parts.pods, parts.writer)
+        self._orders: Orders | None = None
+        self._stand_by_until = float("-inf")
+        self._known = True
+        self._waits = ""
+        self._told: tuple[object, ...] = ()
+        self._moving_since: float | None = None
+        self._silent_since: float | None = None
+
+    # ---- what others say and ask --------------------------------------------------------------------------
+
+    def order(self, orders: Orders, prefix: str) -> None:
+        """What is wanted from now on. `prefix` is how Events about this cell begin."""
+        self._host.participants, self._host.prefix = orders.participants, prefix
+        if orders != self._orders:
+            self._orders = orders
+            self.wake()
+
+    def wake(self) -> None:
+        """Look at once."""
+        self._wake.set()
+
+    def pod_ended(self) -> None:
+        """A pod of the cell is not alive any more: do not even finish what is being looked at."""
+        self._death.set()
+        self._wake.set()
+
+    def stand_by(self) -> None:
+        """Another operator works on this stack: let it."""
+        self._stand_by_until = self._s.monotonic() + STAND_BY_SECONDS
+
+    @property
+    def stands_by(self) -> bool:
+        return self._s.monotonic() < self._stand_by_until
+
+    @property
+    def record(self) -> CellRecord | None:
+        """What is durable counts: the controller hears of its own write a moment later."""
+        saved = self._p.writer.record(self.index)
+        return self.controller.record if saved is None and self.controller is not None else saved
+
+    @property
+    def busy(self) -> bool:
+        return self.controller is not None and self.controller.busy
+
+    @property
+    def free(self) -> bool:
+        """Whether the cell is in service and nothing else goes on in it."""
+        return self.view is not None and isinstance(self.view.step, decide.Tend) and not self.busy
+
+    def seen(self) -> CellSeen:
+        """The cell, as it was seen last."""
+        record, view = self.record, self.view
+        running = record is not None and record.stage is Stage.RUNNING
+        now = self._s.monotonic()
+        unheard = self._silent_since is not None and now - self._silent_since >= SILENT_SECONDS
+        return CellSeen(
+            index=self.index,
+            pods=self._host.pods(),
+            statuses={name: one.status for name, one in view.seen.items() if one.status} if view else {},
+            record=record if self._orders is None or self._orders.settings is not None else None,
+            waits=self._waits if not running or unheard or view is None else "",
+        )
+
+    # ---- the loop -----------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        while True:
+            self._wake.clear()
+            self.pass_began = self._s.monotonic()
+            try:
+                pause = await self._pass()
+            except Gone:
+                self.gone = True
+                self._changed()
+                return
+            except Superseded as error:
+                log.warning("%s: %s; standing by", self, error)
+                self.stand_by()
+                pause = 0.0
+            except (KubeError, StorageError, ValueError) as error:
+                log.warning("%s: %s", self, error)
+                pause = TROUBLE_SECONDS
+            except Exception:
+                # A fault of ours in one cell must not end the work for it, nor for the others.
+                log.exception("%s: a pass failed", self)
+                pause = 5 * TROUBLE_SECONDS
+            log.debug("%s: pass of %.3f s", self, self._s.monotonic() - self.pass_began)
+            self.pass_began = None
+            self._tell()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), pause)
+
+    def __str__(self) -> str:
+        return f"stack {self._p.subject.namespace}/{self._p.subject.name} cell {self.index}"
+
+    async def let_go(self, reason: str, message: str) -> None:
+        """Stop coordinating; a checkpoint that is being taken fails for the given reason."""
+        self.view, self._waits, self._silent_since = None, "", None
+        if self.controller is not None:
+            with suppress(Gone, Superseded, KubeError, StorageError):
+                await self._p.checkpoints.let_go(self.index, self.controller, reason, message)
+            self.controller = None  # only now: whoever is broken off before has to let go of it again
+
+    async def _pass(self) -> float:
+        """One look at the cell and what follows from it; how long to wait for the next."""
+        orders = self._orders
+        if self.stands_by:
+            self._known = False
+            await self.let_go("Superseded", "another operator has taken over")
+            return TROUBLE_SECONDS
+        if orders is None:
+            return CALM_SECONDS
+        await self._know()
+        if orders.settings is None:
+            await self.let_go("CheckpointsDisabled", "checkpoints were turned off")
+        elif orders.suspend:
+            await self._suspend(orders.settings)
+        else:
+            await self._tend(orders.settings)
+        return self._pause()
+
+    async def _know(self) -> None:
+        """After another operator was at work: what stands of the cell, from the API server itself. Neither the record
+        nor the list of pods may be an old one: a pod that the watch has not told of yet would be taken for dead."""
+        if not self._known:
+            await self._p.writer.reload(self.index)
+            await self._p.pods.refresh()
+            self._known = True
+        if self._p.writer.superseded(self.index):
+            raise Superseded("another operator has written the record of this cell")
+
+    async def _tend(self, settings: CellSettings) -> None:
+        controller = await self._take_up(settings)
+        await self._p.checkpoints.adopt(self.index, controller.record)
+        await self._refresh()
+        try:
+            self.view = await self._look(controller)
+        except StorageError as error:
+            self._p.storage.failed(error)
+            self.view, self._waits = None, f"storage: {error}"
+        else:
+            step = self.view.step
+            log.debug("%s: %r", self, step)
+            self._waits = step.reason if isinstance(step, decide.Wait) else ""
+        self._listen(self.view)
+
+    async def _look(self, controller: CellController) -> View:
+        """One look. A death that it cannot know of yet breaks it off: a verb to the dead process, which is repeated
+        until its deadline, would hold up the recovery. Every step may be lost, and the next look decides anew."""
+        self._death.clear()
+        look = asyncio.create_task(controller.look())
+        if controller.record.pins and not self._host.any_ended(controller.record.pins):
+            death = asyncio.create_task(self._death.wait())
+            try:
+                await asyncio.wait([look, death], return_when=asyncio.FIRST_COMPLETED)
+                if not look.done():
+                    await asyncio.wait([look], timeout=LAST_WORDS_SECONDS)
+                if not look.done():
+                    look.cancel()
+                    await asyncio.wait([look])
+            except asyncio.CancelledError:
+                look.cancel()
+                raise
+            finally:
+                death.cancel()
+            if look.cancelled():
+                if (saved := await self._p.writer.settled_record(self.index)) is not None:
+                    controller.record = saved  # what is durable is what counts, whether the look heard of it or not
+                look = asyncio.create_task(controller.look())
+        return await look
+
+    async def _take_up(self, settings: CellSettings) -> CellController:
+        """The cell's controller, made from what was persisted last, and told of changes in the spec."""
+        record = self._p.writer.record(self.index)
+        again = tried_again(record, settings.backoff_limit, suspended=False) if record is not None else None
+        if again is not None:
+            self.controller = None  # it has nothing under way: the cell has given up
+            await self._p.writer.save_record(self.index, again)
+        if self.controller is None:
+            self.controller = self._new_controller(settings)
+        self.controller.settings = settings
+        return self.controller
+
+    def _new_controller(self, settings: CellSettings) -> CellController:
+        record = self._p.writer.record(self.index)
+        return CellController(self._host, settings, self._p.storage.open, self._s.http, record, self._s.wall)
+
+    async def _suspend(self, settings: CellSettings) -> None:
+        """Stop coordinating; the pods go because their StatefulSets want none."""
+        await self.let_go("StackSuspended", "the stack was suspended")
+        record = self._p.writer.record(self.index)
+        if record is None:
+            return
+        if record.open is not None:
+            await self._new_controller(settings).settle(reopen=False)
+            record = self._p.writer.record(self.index) or record
+        if (again := tried_again(record, 0, suspended=True)) is not None:
+            await self._p.writer.save_record(self.index, again)
+
+    async def _refresh(self) -> None:
+        """List the pods where the watch alone is not to be trusted: something does not answer or does not go away."""
+        record = self.record
+        replacing = record is not None and record.stage is Stage.REPLACING
+        silent = self._silent_since
+        unheard = silent is not None and self._s.monotonic() - silent >= SILENT_LIST_SECONDS
+        if unheard or replacing or self._p.pods.has_lost_nodes:
+            await self._p.pods.mend()
+
+    def _listen(self, view: View | None) -> None:
+        """Note who does not answer, and since when somebody does not."""
+        seen = view.seen if view is not None else {}
+        silent = [name for name, one in seen.items() if one.alive and one.status is None]
+        self._p.pods.silent(self.index, silent)
+        self._silent_since = (self._silent_since or self._s.monotonic()) if silent else None
+
+    def _tell(self) -> None:
+        """Let the stack's status be written where more than the driver's counters has changed."""
+        telling = (self.free, *_outline(self.seen()))
+        if telling != self._told:
+            self._told = telling
+            self._changed()
+
+    def _pause(self) -> float:
+        record = self.controller.record if self.controller else None
+        moving = record is not None and record.stage in (Stage.REPLACING, Stage.STARTING)
+        now = self._s.monotonic()
+        self._moving_since = (self._moving_since or now) if moving else None
+        if self._moving_since is not None:
+            return FAST_SECONDS if now - self._moving_since < FAST_FOR_SECONDS else 5 * FAST_SECONDS
+        if self.view is not None and not isinstance(self.view.step, decide.Tend | decide.Wait):
+            return FAST_SECONDS  # something was done: see what came of it
+        return BUSY_SECONDS if self._p.checkpoints.waiting or self.busy else CALM_SECONDS
+
+
+def _outline(seen: CellSeen) -> tuple[object, ...]:
+    """What of a look cannot wait to be told."""
+    statuses = {name: (one.session, one.phase, one.problem) for name, one in seen.statuses.items()}
+    complete = [one.progress.get("complete", 0) for one in seen.statuses.values()]
+    return (seen.record, seen.pods, seen.waits, statuses, complete)

@@ -1,0 +1,93 @@
+"""The pods of one stack: as the watch tells of them, mended by lists, and which of their nodes are lost.
+
+One for all cells of the stack: what one cell has found out by asking, the others need not ask again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Final
+
+from gym_operator.api.names import STACK_UID_LABEL
+from gym_operator.effects.events import Subject
+from gym_operator.effects.kube import NODES, PODS, KubeError, NotFound
+from gym_operator.effects.services import Services
+from gym_operator.rules.pod_state import PodState, node_is_lost
+
+REFRESH_SECONDS: Final = 2.0
+"""Between lists of the pods while something does not answer."""
+
+
+class StackPods:
+    """`of` is what is known now; `mend` asks the API server."""
+
+    def __init__(self, services: Services, subject: Subject) -> None:
+        self._kube, self._cache, self._monotonic = services.kube, services.cache, services.monotonic
+        self._subject = subject
+        self._silent: dict[int, frozenset[str]] = {}
+        self._lost_nodes: frozenset[str] = frozenset()
+        self._refreshed = float("-inf")
+        self._refreshing = asyncio.Lock()
+
+    def of(self, cell: int) -> dict[str, PodState]:
+        """The pod that counts for each server of a cell; on a lost node nothing is alive, whatever was heard of it
+        last."""
+        return {
+            server: replace(pod, alive=False, detail=f"node {pod.node} is lost") if self.is_lost(pod) else pod
+            for server, pod in self._cache.pods_of(self._subject.uid, cell).items()
+        }
+
+    def is_lost(self, pod: PodState) -> bool:
+        return pod.node in self._lost_nodes
+
+    @property
+    def has_lost_nodes(self) -> bool:
+        """Whether a node was lost at the last list: it may be back by now."""
+        return bool(self._lost_nodes)
+
+    def dropped(self, pod: PodState) -> None:
+        """It is known to be gone, whatever the watch has told."""
+        self._cache.drop_pod(pod.stack_uid, pod.uid)
+
+    def silent(self, cell: int, servers: Collection[str]) -> None:
+        """These servers of a cell do not answer: how their nodes are is asked with the next list."""
+        self._silent[cell] = frozenset(servers)
+
+    async def mend(self) -> None:
+        """List the pods, unless that was done a moment ago. Raises KubeError."""
+        async with self._refreshing:
+            if self._monotonic() - self._refreshed >= REFRESH_SECONDS:
+                await self._refresh()
+
+    async def refresh(self) -> None:
+        """Ask the API server which pods there are, since a watch can fall silent, and how the nodes of those servers
+        are that do not answer. Raises KubeError."""
+        async with self._refreshing:
+            await self._refresh()
+
+    async def _refresh(self) -> None:
+        self._refreshed = self._monotonic()
+        selector = f"{STACK_UID_LABEL}={self._subject.uid}"
+        listing = await self._kube.list_all(PODS, self._subject.namespace, selector)
+        self._cache.replace_pods(self._subject.uid, listing)
+        silent = {
+            pod.node
+            for cell, servers in self._silent.items()
+            for server, pod in self._cache.pods_of(self._subject.uid, cell).items()
+            if server in servers and pod.node
+        }
+        lost = {node for node in silent | self._lost_nodes if await self._node_is_lost(node)}
+        self._lost_nodes = frozenset(lost & self._cache.nodes_of(self._subject.uid))
+
+    async def _node_is_lost(self, name: str) -> bool:
+        """Whether the node does not answer; an operator that may not look at nodes takes them for healthy."""
+        try:
+            return node_is_lost(await self._kube.get(NODES, None, name))
+        except NotFound:
+            return True
+        except KubeError as error:
+            if error.status == 403:
+                return False
+            raise

@@ -1,0 +1,55 @@
+"""What one look at a stack and its cells has shown: all that its status says is decided from this."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from gym_operator.api.conditions import ConditionReason
+from gym_operator.api.stack import LastCheckpoint
+from gym_operator.rules.pod_state import PodState
+from gym_operator.rules.spec_check import Problem
+from gym_servers.coordination.record import CellRecord
+from gym_servers.protocol.messages import Status
+from gym_servers.stack.spec import Participant
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Whether the stack's storage can be used; `ok` is None where nobody has looked or there is none to look at."""
+
+    ok: bool | None
+    reason: ConditionReason
+    message: str
+
+
+@dataclass(frozen=True)
+class CellSeen:
+    """One cell, as it was seen last. `waits` is what its controller waits for."""
+
+    index: int
+    pods: Mapping[str, PodState] = field(default_factory=dict)
+    statuses: Mapping[str, Status] = field(default_factory=dict)
+    record: CellRecord | None = None
+    waits: str = ""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """All that a stack's status says. `cells` is empty where the spec was never readable; `waits` is what the stack
+    as a whole waits for."""
+
+    generation: int
+    participants: Sequence[Participant]
+    cells: Sequence[CellSeen] = ()
+    waits: str = ""
+    problem: Problem | None = None
+    suspended: bool = False
+    checkpoints_enabled: bool = True
+    storage: Storage | None = None
+    checkpoint: str | None = None
+    last_checkpoint: LastCheckpoint | None = None
+
+    def name_of(self, cell: CellSeen) -> str:
+        """How a message begins that is about one cell: without a number where there is only one."""
+        return f"cell {cell.index}: " if len(self.cells) > 1 else ""
