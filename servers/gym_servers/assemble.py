@@ -173,9 +173,10 @@ def _model(settings: ServerSettings, gate: Gate, _: Peers, __: str) -> _Parts:
 def _collection(settings: ServerSettings, gate: Gate, peers: Peers, _: str) -> _Parts:
     from gym_servers.collection.driver import EnvironmentRun
     from gym_servers.collection.output import BucketOutput, DirectoryOutput
+    from gym_servers.collection.shares import Shares, counted_in
     from gym_servers.collection.tasks import TasksError, load_tasks, rollouts
-    from gym_servers.participants.collection import CollectionParticipant, Output
-    from gym_servers.storage.cells import use_attempt_up
+    from gym_servers.participants.collection import Assignment, CollectionParticipant, Output
+    from gym_servers.storage.cells import reserve_attempt, use_attempt_up
     from gym_servers.storage.store import StorageError
 
     job = settings.collection
@@ -189,18 +190,30 @@ def _collection(settings: ServerSettings, gate: Gate, peers: Peers, _: str) -> _
         todo, problem = [], str(error)
     store = open_store(job.output, settings.storage.s3)
     output: Output = BucketOutput(store, todo)
-    if not job.output.startswith("s3://"):
+    if not job.output.startswith("s3://") and not job.cells_file:
         output = DirectoryOutput(Path(job.output.removeprefix("file://")), todo)
-    cell: ObjectStore | None = None
-    if settings.checkpoint.enabled and (settings.storage.s3 or settings.storage.directory):
-        root = checkpoint_root(settings.storage, settings.stack, settings.cell)
-        cell = open_store(root, settings.storage.s3)
-
     owner = uuid.uuid4().hex
+
+    def root_of(index: int) -> ObjectStore | None:
+        """Where a cell of this stack keeps its checkpoints, and the attempt numbers it has used up."""
+        if not settings.checkpoint.enabled or not (settings.storage.s3 or settings.storage.directory):
+            return None
+        return open_store(checkpoint_root(settings.storage, settings.stack, index), settings.storage.s3)
+
+    cell = root_of(settings.cell)
 
     async def persist(attempt: int) -> None:
         if cell is not None:
             await asyncio.to_thread(use_attempt_up, cell, attempt, owner)
+
+    def unused(index: int) -> int:
+        root = root_of(index)
+        return reserve_attempt(root, 0, owner) if root is not None else 0
+
+    assignment: Assignment | None = None
+    if job.cells_file:
+        count = counted_in(Path(job.cells_file))
+        assignment = Shares(store, settings.stack.uid, todo, settings.cell, count, unused)
 
     participant = CollectionParticipant(
         gate,
@@ -211,6 +224,7 @@ def _collection(settings: ServerSettings, gate: Gate, peers: Peers, _: str) -> _
         concurrency=job.concurrency,
         max_failures=job.max_failures,
         problem=problem,
+        assignment=assignment,
     )
     app = base_app("collection", lambda: gate.is_open or gate.checkpoint_open)
     return participant, app, participant.drive

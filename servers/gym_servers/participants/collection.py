@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +26,8 @@ log = logging.getLogger("gym_servers")
 
 RETRY_SECONDS = 0.5  # between tries of a `/run` that was not admitted or whose environment did not answer
 OUTPUT_RETRY_SECONDS = 1.0
+BUSY_LOOK_SECONDS = 30.0  # between looks at who has which rollouts, while there is work
+IDLE_LOOK_SECONDS = 5.0  # the same while there is none
 RECORD = "driver"
 
 T = TypeVar("T")
@@ -68,12 +71,80 @@ class Output(Protocol):
         """Write the result files."""
 
 
+class Assignment(Protocol):
+    """Which rollouts are this driver's. Every call that is awaited may raise StorageError.
+
+    `shared`: other drivers write into the same output. `over`: all rollouts of all drivers have ended; `merges`: this
+    one writes the result files then, and `merged` says that it was done.
+    """
+
+    @property
+    def shared(self) -> bool: ...
+
+    @property
+    def over(self) -> bool: ...
+
+    @property
+    def merges(self) -> bool: ...
+
+    @property
+    def merged(self) -> bool: ...
+
+    async def look(self) -> None:
+        """See afresh who has what."""
+
+    def holds(self, rollout: Rollout) -> bool:
+        """Whether this driver may send it."""
+
+    def expects(self, rollout: Rollout) -> bool:
+        """Whether it does, or will once it comes to it."""
+
+    def lowest(self, rollout: Rollout) -> int:
+        """The lowest attempt it may run under: another driver may have tried it before."""
+
+    async def claim(self) -> tuple[Sequence[Rollout], bool]:
+        """Some more rollouts to send, none where there are none for now; and whether another driver had them."""
+
+    async def end(self, ended: Collection[str]) -> None:
+        """These have a row or were given up; others may be among them."""
+
+    async def set_merged(self) -> None:
+        """The result files are written."""
+
+
+class Alone:
+    """The assignment of a driver that has the output to itself."""
+
+    shared, over, merges, merged = False, True, True, False
+
+    async def look(self) -> None:
+        pass
+
+    def holds(self, rollout: Rollout) -> bool:
+        return True
+
+    def expects(self, rollout: Rollout) -> bool:
+        return True
+
+    def lowest(self, rollout: Rollout) -> int:
+        return 0
+
+    async def claim(self) -> tuple[Sequence[Rollout], bool]:
+        return (), False
+
+    async def end(self, ended: Collection[str]) -> None:
+        pass
+
+    async def set_merged(self) -> None:
+        pass
+
+
 Run = Callable[[Episode, Rollout], Awaitable[RunResult]]
 PersistAttempt = Callable[[int], Awaitable[None]]
 
 
 class CollectionParticipant(Participant):
-    """Drives `rollouts` with bounded concurrency.
+    """Drives those of `rollouts` that are its own, with bounded concurrency.
 
     `run` sends one `/run`; it raises ProtocolError for a refusal and NotAnswered where no answer came.
     `persist_attempt` makes an attempt number durable before work starts under it.
@@ -92,11 +163,18 @@ class CollectionParticipant(Participant):
         concurrency: int,
         max_failures: int,
         problem: str = "",
+        assignment: Assignment | None = None,
     ) -> None:
         super().__init__(gate)
         self._rollouts = {rollout.id: rollout for rollout in rollouts}
         self._output, self._run, self._persist = output, run, persist_attempt
         self._concurrency, self._max_failures = concurrency, max_failures
+        self._assignment: Assignment = assignment or Alone()
+        self._assigned = False  # whether the assignment is known
+        self._expected = set(self._rollouts)
+        self._queue: deque[Rollout] = deque()
+        self._collecting: set[str] = set()
+        self._claiming = asyncio.Lock()
         self._done: set[str] = set()
         self._failed: set[str] = set()
         self._attempts: dict[str, int] = {}  # last attempt under which a rollout was sent, or is to be sent
@@ -108,27 +186,45 @@ class CollectionParticipant(Participant):
         self.problem = problem
 
     async def load(self) -> None:
-        """Look at what the output holds already, so that a restored episode with a row can be told apart."""
+        """Look at what the output holds already, and at what is ours, so that a restored episode with a row, or one
+        that is another driver's by now, can be told apart."""
+        await self._look()
+        await self._see_rows()
+
+    async def _see_rows(self) -> None:
         done = await self._durably(self._output.done)
-        self._done = done & set(self._rollouts)
+        self._done |= done & set(self._rollouts)
+
+    async def _look(self) -> None:
+        await self._durably(self._assignment.look)
+        self._count()
+
+    def _count(self) -> None:
+        self._expected = {id for id, rollout in self._rollouts.items() if self._assignment.expects(rollout)}
+        self._assigned = True
+        self.gate.touch()
 
     async def _durably(self, write: Callable[[], Awaitable[T]]) -> T:
         """Ask the output until it answers: a row is never dropped because storage was away for a while."""
+        waited = False
         while True:
             try:
                 result = await write()
-                self.problem = ""
-                return result
             except ObjectConflict:
                 raise  # an answer, not an outage
             except StorageError as error:
-                self.problem = str(error)
+                self.problem, waited = str(error), True
                 await asyncio.sleep(OUTPUT_RETRY_SECONDS)
+            else:
+                if waited:  # else the problem is somebody else's
+                    self.problem = ""
+                return result
 
     # ---- driving ------------------------------------------------------------------------------------------
 
     async def drive(self) -> None:
-        """Send every rollout that has no row, continued ones first, until all are done or have failed."""
+        """Send every rollout of ours that has no row, continued ones first, until all of all drivers are done or have
+        failed."""
         if not self._rollouts:
             return
         try:
@@ -144,29 +240,84 @@ class CollectionParticipant(Participant):
         await self.load()
         await self.gate.wait_open()
         self._forgettable |= self._done | self._failed  # by an earlier process, whose restored marks are here again
-        waiting = [rollout for rollout in self._rollouts if not self._is_over(rollout)]
-        waiting.sort(key=lambda rollout: rollout not in self._continued)
-        queue = iter(waiting)
-
-        async def work() -> None:
-            for rollout in queue:
-                await self._collect(self._rollouts[rollout])
-
-        async with asyncio.TaskGroup() as group:
-            for _ in range(min(self._concurrency, len(waiting))):
-                group.create_task(work())
-        complete = len(self._done) == len(self._rollouts)
-        await self._durably(lambda: self._output.finish(complete))
+        ours = [rollout for rollout in self._rollouts.values() if self._assignment.holds(rollout)]
+        self._queue.extend(sorted(ours, key=lambda rollout: rollout.id not in self._continued))
+        while True:
+            await self._work_off()
+            await self._durably(lambda: self._assignment.end(self._done | self._failed))
+            await self._look()
+            if self._assignment.over:
+                break
+            await asyncio.sleep(IDLE_LOOK_SECONDS)
+        await self._finish()
         self._finished = True
         self.gate.touch()
+
+    async def _finish(self) -> None:
+        """The result files, once: there are many rows to read where they are objects."""
+        while not self._assignment.merges:
+            if self._assignment.merged:
+                return
+            await asyncio.sleep(IDLE_LOOK_SECONDS)
+            await self._look()
+        if self._assignment.shared:
+            await self._see_rows()  # the others' count too
+        complete = len(self._done) == len(self._rollouts)
+        await self._durably(lambda: self._output.finish(complete))
+        await self._durably(self._assignment.set_merged)
+
+    async def _work_off(self) -> None:
+        """Collect until nothing is left that is ours."""
+
+        async def work(rollout: Rollout | None = None) -> None:
+            while (rollout := rollout or await self._next()) is not None:
+                await self._collect(rollout)
+                self._collecting.discard(rollout.id)
+                rollout = None
+
+        async def keep_looking() -> None:
+            while True:
+                await asyncio.sleep(BUSY_LOOK_SECONDS)
+                await self._look()
+
+        if (first := await self._next()) is None:
+            return
+        async with asyncio.TaskGroup() as group:
+            looking = [group.create_task(keep_looking())] if self._assignment.shared else []
+            workers = [group.create_task(work(first))]
+            workers += [group.create_task(work()) for _ in range(1, min(self._concurrency, len(self._rollouts)))]
+            await asyncio.wait(workers)
+            for task in looking:
+                task.cancel()
+
+    async def _next(self) -> Rollout | None:
+        """A rollout that was ours when it was put into the queue, and has not ended."""
+        async with self._claiming:
+            while True:
+                while self._queue:
+                    rollout = self._queue.popleft()
+                    id = rollout.id
+                    if id not in self._done and id not in self._failed and id not in self._collecting:
+                        self._collecting.add(id)
+                        return rollout
+                more, again = await self._durably(self._assignment.claim)
+                if not more:
+                    return None
+                self._queue.extend(more)
+                self._count()
+                if again:
+                    await self._see_rows()
 
     async def _collect(self, rollout: Rollout) -> None:
         failures, resend = 0, None
         while True:
             await self.gate.wait_open()
+            if not self._assignment.holds(rollout):
+                return
             episode, resend = resend or self._continued.get(rollout.id), None
             if episode is None:
                 wanted = next_attempt(self._attempts.get(rollout.id), self.gate.fence.floor)
+                wanted = max(wanted, self._assignment.lowest(rollout))
                 episode = Episode(rollout.id, await self._use_up(wanted))
                 if not self.gate.is_open or episode.attempt < self.gate.fence.floor:
                     continue
@@ -242,7 +393,7 @@ class CollectionParticipant(Participant):
     # ---- participant --------------------------------------------------------------------------------------
 
     def survey(self) -> Survey:
-        return Survey((), {"outstanding": len(self._outstanding), "rows": len(self._done)})
+        return Survey((), {"outstanding": len(self._outstanding), "rows": len(self._done & self._expected)})
 
     async def export(self, scope: Scope) -> dict[str, bytes]:
         def answered() -> bool:
@@ -284,10 +435,15 @@ class CollectionParticipant(Participant):
 
     def to_retire(self) -> list[str]:
         """Restored episodes that are not going to be sent: the output was ahead of the checkpoint and has their row,
-        or there are no such tasks any more."""
+        there are no such tasks any more, or they are another driver's by now."""
         if not self._rollouts:
             return []  # the tasks could not be read, which may be mended
-        return [e.key for r, e in self._continued.items() if self._is_over(r) or r not in self._rollouts]
+        holds, rollouts = self._assignment.holds, self._rollouts
+        return [
+            e.key
+            for r, e in self._continued.items()
+            if r not in rollouts or self._is_over(r) or (self._assigned and not holds(rollouts[r]))
+        ]
 
     def to_forget(self) -> list[str]:
         return sorted(self._forgettable)
@@ -300,10 +456,11 @@ class CollectionParticipant(Participant):
         self._forgettable.difference_update(set(rollout_ids) - set(self._continued))
 
     def progress(self) -> dict[str, int]:
+        rows = len(self._done & self._expected)
         return {
-            "expected": len(self._rollouts),
-            "rows": len(self._done),
+            "expected": len(self._expected),
+            "rows": rows,
             "failed": len(self._failed),
             "ended": int(self._finished),
-            "complete": int(self._finished and len(self._done) == len(self._rollouts)),
+            "complete": int(self._finished and rows == len(self._expected)),
         }

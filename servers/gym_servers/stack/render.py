@@ -41,12 +41,14 @@ def render_settings(
     host: str = "0.0.0.0",
     ports_of: Callable[[str], Ports] = lambda name: Ports(),
     image: str = "",
+    cells_file: str | None = None,
 ) -> dict[str, dict[str, Any]]:
     """The settings of every process of one cell, by server name, as plain JSON.
 
     `address_of` gives the data URL of a server; it may contain `{cell}`, which each process replaces with its
-    own cell. Values that equal the default are left out, so that a new setting in a later version does not
-    look like a change to stacks that do not use it.
+    own cell. `cells_file` is where its driver reads how many there are: they may change while it runs. Values that
+    equal the default are left out, so that a new setting in a later version does not look like a change to stacks
+    that do not use it.
     """
     participants = spec.participants()
     # Nobody calls the driver, so it is nobody's peer.
@@ -64,7 +66,7 @@ def render_settings(
             control_port=ports_of(participant.name).control,
             checkpoint=CheckpointSettings(enabled=spec.checkpoints.enabled),
             storage=_storage(spec) if uses_storage(participant, spec) else StorageSettings(),
-            collection=_collection(spec) if participant.kind == "collection" else None,
+            collection=_collection(spec, cells_file) if participant.kind == "collection" else None,
             image=image,
         ).model_dump(mode="json", exclude_defaults=True)
         for participant in participants
@@ -116,7 +118,7 @@ def s3_settings(s3: S3Spec) -> S3Settings:
     )
 
 
-def _collection(spec: StackSpec) -> CollectionSettings | None:
+def _collection(spec: StackSpec, cells_file: str | None) -> CollectionSettings | None:
     if spec.collection is None:
         return None
     return CollectionSettings(
@@ -125,4 +127,5 @@ def _collection(spec: StackSpec) -> CollectionSettings | None:
         repeats=spec.collection.repeats,
         concurrency=spec.collection.concurrency,
         max_failures=spec.collection.max_failures,
+        cells_file=cells_file,
     )

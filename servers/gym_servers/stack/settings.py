@@ -79,13 +79,18 @@ class CheckpointSettings(_Model):
 
 
 class CollectionSettings(_Model):
-    """The driver's job: `tasks` and `output` are URIs (`s3://...` or a path); `repeats` rollouts per task."""
+    """The driver's job: `tasks` and `output` are URIs (`s3://...` or a path); `repeats` rollouts per task.
+
+    `cells_file` holds the number of cells that share the job, and may change while the process runs; without one the
+    process does the job alone.
+    """
 
     tasks: str
     output: str
     repeats: int = Field(1, ge=1)
     concurrency: int = Field(64, ge=1)
     max_failures: int = Field(3, ge=1)
+    cells_file: str | None = None
 
 
 class ServerSettings(_Model):
