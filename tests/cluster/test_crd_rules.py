@@ -94,7 +94,8 @@ def test_its_children_are_accepted_under_the_restricted_standard(kubectl: Kubect
 
 
 REFUSALS: list[tuple[Change, str]] = [
-    (lambda b: b["spec"].update(cells=2), "more than one cell is not supported yet: set cells: 1"),
+    (lambda b: b["spec"].update(cells=65), "should be less than or equal to 64"),
+    (lambda b: b["spec"]["checkpoints"].update(cellOrder="Any"), 'supported values: "OneByOne", "Together"'),
     (lambda b: b["spec"].pop("image"), "spec.image: Required value"),
     (lambda b: b["spec"].pop("checkpoints"), "spec.checkpoints: Required value"),
     (lambda b: b["spec"]["servers"].pop(0), "exactly one server of kind environment"),

@@ -79,7 +79,8 @@ def test_a_checkpoint_is_taken_and_a_deleted_pod_costs_no_rollout(rig: OperatorR
     status = take(rig, "one", "first")
     assert status["phase"] == "Succeeded", status
     assert status["episodes"] == 24 - rig.rows("first") or status["episodes"] > 0
-    assert {each["name"] for each in status["participants"]} == {"env", "policy", "agent", "counter", "collection"}
+    (part,) = status["cells"]
+    assert {each["name"] for each in part["participants"]} == {"env", "policy", "agent", "counter", "collection"}
     landed = read_publication(rig.store(status["uri"]).get(CHECKPOINT))
     assert landed.state == "published"
     assert len(landed.episodes) == status["episodes"]

@@ -23,7 +23,7 @@ from gym_operator.api.objects import (
 from gym_operator.api.stack import MAX_PARTICIPANTS, ProtocolPhase, SessionText
 from gym_servers.stack.durations import Duration
 from gym_servers.stack.settings import ParticipantKind, describe
-from gym_servers.stack.spec import MAX_WORKLOAD_NAME, SpecError
+from gym_servers.stack.spec import MAX_CELLS, MAX_WORKLOAD_NAME, SpecError
 from gym_servers.stack.wire import LABEL_HINT, LABEL_PATTERN, WireModel, list_map, matches, rule, with_rules
 
 CheckpointPhase = Literal["Pending", "Preparing", "Committing", "Publishing", "Succeeded", "Failed", "Deleting"]
@@ -32,6 +32,8 @@ TERMINAL: Final[frozenset[CheckpointPhase]] = frozenset({"Succeeded", "Failed"})
 MAX_BLOCKERS: Final = 100
 MAX_RESTARTS: Final = 100
 """How many restarted rollouts a status names; `restartCount` counts all."""
+MAX_PART_MESSAGE: Final = 512
+"""Characters that each of up to 64 cells may explain itself with."""
 
 
 class StackRef(WireModel):
@@ -68,25 +70,6 @@ class CheckpointSpec(WireModel):
     """Deadlines of this checkpoint."""
 
 
-class CheckpointCell(StatusModel):
-    """One cell's part of the checkpoint."""
-
-    index: Count
-    """Number of the cell."""
-    phase: CheckpointPhase = "Pending"
-    """Where this part stands."""
-    attempt: Count = 0
-    """The cell attempt it was taken under."""
-    uri: Uri | None = None
-    """Where it is, or will be."""
-    digest: Digest | None = None
-    """Digest of its checkpoint.json, once published."""
-    episodes: Count = 0
-    """Rollouts that continue from it."""
-    bytes: Count = 0
-    """Size of its records."""
-
-
 class CheckpointParticipant(StatusModel):
     """A server process as it took part."""
 
@@ -108,9 +91,42 @@ class CheckpointParticipant(StatusModel):
     """Size of these records."""
 
 
+class CheckpointCell(StatusModel):
+    """One cell's part of the checkpoint. A part that is published serves the recovery of its cell, whatever becomes
+    of the other parts."""
+
+    index: Count
+    """Number of the cell."""
+    phase: CheckpointPhase = "Pending"
+    """Where this part stands."""
+    reason: Reason | None = None
+    """Why it waits or failed, in one word."""
+    message: Annotated[str, StringConstraints(max_length=MAX_PART_MESSAGE)] | None = None
+    """Why it waits or failed, for people."""
+    attempt: Count = 0
+    """The cell attempt it was taken under."""
+    uri: Uri | None = None
+    """Where it is, or will be."""
+    digest: Digest | None = None
+    """Digest of its checkpoint.json, once published."""
+    episodes: Count = 0
+    """Rollouts that continue from it."""
+    bytes: Count = 0
+    """Size of its records."""
+    pause_seconds: Seconds | None = None
+    """How long admission was closed."""
+    participants: Annotated[
+        tuple[CheckpointParticipant, ...],
+        Field(max_length=MAX_PARTICIPANTS, json_schema_extra=list_map("name")),
+    ] = ()
+    """The processes that took part."""
+
+
 class Blocker(StatusModel):
     """Work that has not reached a point from which it can continue."""
 
+    cell: Count = 0
+    """The cell it runs in."""
     participant: Name
     """The server it runs in."""
     id: Annotated[str, StringConstraints(max_length=256)]
@@ -135,16 +151,13 @@ class CheckpointStatus(StatusModel):
     checkpoint_id: Name | None = Field(None, alias="checkpointID")
     """Id of the checkpoint, as participants and storage know it."""
     uri: Uri | None = None
-    """Where it is."""
+    """Where it is; of a stack with several cells, each cell's part has its own place."""
     digest: Digest | None = None
     """Digest of its checkpoint.json, once published."""
-    cells: Annotated[tuple[CheckpointCell, ...], Field(max_length=1, json_schema_extra=list_map("index"))] = ()
-    """Each cell's part; all are needed to succeed."""
-    participants: Annotated[
-        tuple[CheckpointParticipant, ...],
-        Field(max_length=MAX_PARTICIPANTS, json_schema_extra=list_map("name")),
+    cells: Annotated[
+        tuple[CheckpointCell, ...], Field(max_length=MAX_CELLS, json_schema_extra=list_map("index"))
     ] = ()
-    """The processes that took part."""
+    """Each cell's part; all are needed to succeed."""
     blockers: Annotated[tuple[Blocker, ...], Field(max_length=MAX_BLOCKERS)] = ()
     """What the checkpoint waits for, or failed to wait for."""
     restart_count: Count = 0
@@ -158,7 +171,7 @@ class CheckpointStatus(StatusModel):
     bytes: Count = 0
     """Size of all records."""
     pause_seconds: Seconds | None = None
-    """How long admission was closed."""
+    """How long admission was closed, in the cell where it was closed for longest."""
     start_time: Timestamp | None = None
     """When the checkpoint began."""
     completion_time: Timestamp | None = None

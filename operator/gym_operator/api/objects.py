@@ -55,6 +55,6 @@ def parse_time(text: Timestamp) -> float:
     return datetime.fromisoformat(text).timestamp()
 
 
-def clip(message: str) -> str:
+def clip(message: str, longest: int = MAX_MESSAGE) -> str:
     """A message no longer than a status may hold; the beginning says what happened and is kept."""
-    return message if len(message) <= MAX_MESSAGE else f"{message[: MAX_MESSAGE - 3]}..."
+    return message if len(message) <= longest else f"{message[: longest - 3]}..."

@@ -20,7 +20,7 @@ from gym_operator.api.objects import (
     Uri,
 )
 from gym_servers.stack.settings import ParticipantKind, StackIdentity
-from gym_servers.stack.spec import StackSpec, check_stack_name, parse_spec
+from gym_servers.stack.spec import MAX_CELLS, StackSpec, check_stack_name, parse_spec
 from gym_servers.stack.wire import FREE_OBJECT, list_map
 
 MAX_RECOVERIES: Final = 20
@@ -29,21 +29,23 @@ MAX_PARTICIPANTS: Final = 17
 """The most servers a spec may have, and the driver."""
 
 StackPhase = Literal["Pending", "Starting", "Running", "Recovering", "Completed", "Suspended", "Failed"]
-CellPhase = Literal["Pending", "Starting", "Restoring", "Running", "Recovering", "Suspended", "Failed"]
+CellPhase = Literal[
+    "Pending", "Starting", "Restoring", "Running", "Recovering", "Suspended", "Failed", "Stopping", "Stopped"
+]
 SessionText = Annotated[str, StringConstraints(max_length=128)]
 ProtocolPhase = Annotated[str, StringConstraints(max_length=32)]
 
 
 class LastCheckpoint(StatusModel):
-    """The newest published checkpoint: what the next recovery continues from."""
+    """The newest published checkpoint. A cell's is what its next recovery continues from."""
 
     name: Name
     """Name of the GymCheckpoint."""
     id: Name
     """Id of the checkpoint, as participants and storage know it."""
-    uri: Uri
-    """Where it is."""
-    digest: Digest
+    uri: Uri | None = None
+    """Where it is; of a stack with several cells, each cell says so itself."""
+    digest: Digest | None = None
     """Digest of its checkpoint.json."""
     time: Timestamp
     """When it was published."""
@@ -95,7 +97,8 @@ class Recovery(StatusModel):
 
 
 class CellStatus(StatusModel):
-    """One complete set of servers."""
+    """One complete set of servers. A cell that the spec no longer has is kept: were it to come back, it would
+    continue."""
 
     index: Count
     """Number of the cell."""
@@ -111,6 +114,8 @@ class CellStatus(StatusModel):
     """The cell's processes."""
     collection: CollectionProgress | None = None
     """How far the cell's driver is."""
+    last_checkpoint: LastCheckpoint | None = None
+    """The newest published checkpoint of this cell."""
     recoveries: Annotated[tuple[Recovery, ...], Field(max_length=MAX_RECOVERIES)] = ()
     """The last recoveries, newest last."""
 
@@ -125,8 +130,10 @@ class StackStatus(StatusModel):
     attempt: Count = 0
     """The highest attempt of any cell."""
     last_checkpoint: LastCheckpoint | None = None
-    """The newest published checkpoint."""
-    cells: Annotated[tuple[CellStatus, ...], Field(max_length=1, json_schema_extra=list_map("index"))] = ()
+    """The newest GymCheckpoint that succeeded."""
+    collection: CollectionProgress | None = None
+    """How far the drivers of all cells are."""
+    cells: Annotated[tuple[CellStatus, ...], Field(max_length=MAX_CELLS, json_schema_extra=list_map("index"))] = ()
     """The cells."""
     conditions: Annotated[tuple[Condition, ...], Field(max_length=8, json_schema_extra=list_map("type"))] = ()
     """Ready, Recovering, Checkpointing, StorageReady and Stalled."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from gym_operator.effects.status_writers import Gone, StackWriter, Superseded
 from gym_operator.effects.storage import StackStorage
 from gym_operator.rules.observed import CellSeen
 from gym_servers.coordination import decide
+from gym_servers.coordination.checkpoint import CheckpointFailed, Progress
 from gym_servers.coordination.controller import CellController, CellSettings, View
 from gym_servers.coordination.record import CellRecord, Stage, tried_again
 from gym_servers.stack.spec import Participant
@@ -46,15 +48,29 @@ SILENT_LIST_SECONDS: Final = 2.0
 """A server that does not answer for so long is worth a list of the pods."""
 SILENT_SECONDS: Final = 5.0
 """A server that does not answer for so long is worth a condition."""
+LAST_NAME: Final = "scale-down"
+"""How the last checkpoint of a cell that is to go is called: no GymCheckpoint asked for it."""
 
 
 @dataclass(frozen=True)
 class Orders:
-    """What the stack wants of a cell. `settings` is None where nobody coordinates: checkpoints are turned off."""
+    """What the stack wants of a cell. `settings` is None where nobody coordinates: checkpoints are turned off.
+    `stop`: the spec does not have the cell any more."""
 
     participants: Sequence[Participant]
     settings: CellSettings | None
     suspend: bool = False
+    stop: bool = False
+
+
+@dataclass
+class Leaving:
+    """How far a cell is that is to go: its last checkpoint has to begin by `begin_by` (monotonic); `text` is what
+    came of it."""
+
+    begin_by: float
+    task: asyncio.Task[None] | None = None
+    text: str = "stopped without a last checkpoint: it was not in service"
 
 
 @dataclass(frozen=True)
@@ -72,11 +88,12 @@ class Parts:
 class CellWorker:
     """Works until it is cancelled or its stack is gone (`gone`). `pass_began` (monotonic) is when the pass under way
     began, or last heard from its storage; None between passes. `changed` is called where the stack's status has
-    something new to say."""
+    something new to say. `stopped`: it was to stop, and its pods are not needed any more."""
 
     def __init__(self, parts: Parts, index: int, changed: Callable[[], None]) -> None:
         self.index = index
         self.gone = False
+        self.stopped = False
         self.pass_began: float | None = None
         self.controller: CellController | None = None
         self.view: View | None = None
@@ -85,6 +102,7 @@ class CellWorker:
         self._wake, self._death = asyncio.Event(), asyncio.Event()
         self._host = KubeCellHost(parts.services, parts.subject, index, parts.pods, parts.writer)
         self._orders: Orders | None = None
+        self._leaving: Leaving | None = None
         self._stand_by_until = float("-inf")
         self._known = True
         self._waits = ""
@@ -99,6 +117,8 @@ class CellWorker:
         self._host.participants, self._host.prefix = orders.participants, prefix
         if orders != self._orders:
             self._orders = orders
+            if not orders.stop:
+                self.stopped = False  # it may have come back before it was gone
             self.wake()
 
     def wake(self) -> None:
@@ -145,6 +165,7 @@ class CellWorker:
             statuses={name: one.status for name, one in view.seen.items() if one.status} if view else {},
             record=record if self._orders is None or self._orders.settings is not None else None,
             waits=self._waits if not running or unheard or view is None else "",
+            stopping=self._orders is not None and self._orders.stop,
         )
 
     # ---- the loop -----------------------------------------------------------------------------------------
@@ -199,9 +220,15 @@ class CellWorker:
         await self._know()
         if orders.settings is None:
             await self.let_go("CheckpointsDisabled", "checkpoints were turned off")
+            self.stopped = orders.stop
         elif orders.suspend:
-            await self._suspend(orders.settings)
+            await self._put_down(orders.settings, "StackSuspended", "the stack was suspended")
+            self.stopped = orders.stop
+        elif orders.stop:
+            await self._stop(orders.settings)
         else:
+            if self._leaving is not None and (self._leaving.task is None or self._leaving.task.done()):
+                self._leaving = None
             await self._tend(orders.settings)
         return self._pause()
 
@@ -271,9 +298,9 @@ class CellWorker:
         record = self._p.writer.record(self.index)
         return CellController(self._host, settings, self._p.storage.open, self._s.http, record, self._s.wall)
 
-    async def _suspend(self, settings: CellSettings) -> None:
+    async def _put_down(self, settings: CellSettings, reason: str, message: str) -> None:
         """Stop coordinating; the pods go because their StatefulSets want none."""
-        await self.let_go("StackSuspended", "the stack was suspended")
+        await self.let_go(reason, message)
         record = self._p.writer.record(self.index)
         if record is None:
             return
@@ -282,6 +309,44 @@ class CellWorker:
             record = self._p.writer.record(self.index) or record
         if (again := tried_again(record, 0, suspended=True)) is not None:
             await self._p.writer.save_record(self.index, again)
+
+    async def _stop(self, settings: CellSettings) -> None:
+        """The cell is to go: a last checkpoint, from which it would continue were it to come back, and no more. One
+        that is not in service has nothing to add to what it has published."""
+        if self.stopped:
+            return
+        if self._leaving is None:
+            self._leaving = Leaving(self._s.monotonic() + settings.prepare_timeout + settings.commit_timeout)
+        leaving, record = self._leaving, self.record
+        ended = record is None or record.stage is not Stage.RUNNING or self._host.any_ended(record.pins)
+        late = self._s.monotonic() > leaving.begin_by
+        taken = leaving.task is not None and leaving.task.done()
+        if ended or taken or (late and leaving.task is None):
+            try:
+                await self._put_down(settings, "CellRemoved", "the cell was taken away")
+            except StorageError:
+                if not late:  # else it is settled when the cell comes back
+                    raise
+            self.stopped = True
+            await self._host.announce("Normal", "CellStopped", leaving.text)
+            return
+        await self._tend(settings)
+        if leaving.task is None and self.free and self.controller is not None:
+            leaving.task = asyncio.create_task(self._take_last(self.controller, leaving))
+
+    async def _take_last(self, controller: CellController, leaving: Leaving) -> None:
+        async def tell(progress: Progress) -> None:
+            pass
+
+        id = f"{LAST_NAME}-{controller.record.attempt}-{secrets.token_hex(4)}"
+        try:
+            outcome = await controller.take(id, LAST_NAME, tell)
+        except (CheckpointFailed, StorageError, KubeError, Superseded, Gone) as error:
+            leaving.text = f"stopped without a last checkpoint: {error}"
+        else:
+            self._p.checkpoints.published(self.index, LAST_NAME, outcome)
+            leaving.text = "stopped; were it to come back, it would continue from its last checkpoint"
+        self.wake()
 
     async def _refresh(self) -> None:
         """List the pods where the watch alone is not to be trusted: something does not answer or does not go away."""
@@ -301,7 +366,7 @@ class CellWorker:
 
     def _tell(self) -> None:
         """Let the stack's status be written where more than the driver's counters has changed."""
-        telling = (self.free, *_outline(self.seen()))
+        telling = (self.free, self.stopped, *_outline(self.seen()))
         if telling != self._told:
             self._told = telling
             self._changed()

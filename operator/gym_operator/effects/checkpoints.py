@@ -1,4 +1,5 @@
-"""Takes the GymCheckpoints of one stack, one at a time, beside the looks at its cell.
+"""The GymCheckpoints of one stack, one at a time, beside the looks at its cells. Each cell's part of one is taken by
+itself: one cell after the other, or all together.
 
 A phase is written into the GymCheckpoint before the act it announces. Whatever an operator before this one left
 behind is brought to an end first: by what the cell's record has open, else by what landed in storage.
@@ -9,44 +10,80 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, Literal
 
 from gym_operator.api import names
 from gym_operator.api.checkpoint import TERMINAL, CheckpointStatus, GymCheckpoint
 from gym_operator.api.conditions import ConditionReason
 from gym_operator.api.objects import format_time
 from gym_operator.api.stack import LastCheckpoint
+from gym_operator.effects import checkpoint_part as parts
 from gym_operator.effects.cache import Cache, Key
+from gym_operator.effects.checkpoint_part import Part
 from gym_operator.effects.events import Events, Subject
-from gym_operator.effects.kube import Kube, KubeError
-from gym_operator.effects.status_writers import CheckpointWriter, Gone, Superseded
+from gym_operator.effects.kube import Kube
+from gym_operator.effects.status_writers import CheckpointWriter, Gone
 from gym_operator.rules import checkpoint_phases as phases
 from gym_operator.rules import checkpoint_queue as queue
 from gym_operator.rules.pod_state import PodState
-from gym_servers.coordination.checkpoint import CheckpointFailed, Progress, Request, tombstone
+from gym_servers.coordination.checkpoint import CheckpointFailed, Outcome
 from gym_servers.coordination.controller import CellController
 from gym_servers.coordination.record import CellRecord
-from gym_servers.protocol.digests import sha256
-from gym_servers.protocol.errors import ProtocolError
-from gym_servers.protocol.messages import Blocker
 from gym_servers.stack.durations import parse_duration
 from gym_servers.stack.spec import Participant, SpecError
-from gym_servers.storage.cells import settle
 from gym_servers.storage.manifest import Publication
-from gym_servers.storage.store import ObjectStore, StorageError
+from gym_servers.storage.store import ObjectStore
 
 log = logging.getLogger(__name__)
 
-TELL_SECONDS: Final = 10.0
-"""How long a phase may take to be written before the checkpoint is given up: rollouts are paused meanwhile."""
 RESOLVE_SECONDS: Final = 5.0
 """Between tries to learn from storage what became of a checkpoint."""
-LONGEST_RETRY_SECONDS: Final = 5.0
+
+CellOrder = Literal["OneByOne", "Together"]
+Work = Callable[[], Coroutine[Any, Any, parts.End]]
+
+
+@dataclass(frozen=True)
+class Side:
+    """A cell's side of the queue. `controller` is None where nobody coordinates the cell now; `pinned` are the
+    processes that would take part."""
+
+    situation: queue.Situation
+    controller: CellController | None
+    pinned: Callable[[], Sequence[phases.Pinned]]
+
+
+_GONE: Final = Side(
+    queue.Situation(
+        enabled=True,
+        stage=None,
+        free=False,
+        open_id=None,
+        obstacle=(ConditionReason.STACK_NOT_READY, "the stack does not have this cell any more"),
+    ),
+    None,
+    tuple,
+)
+
+
+@dataclass
+class _UnderWay:
+    """A part that is being taken or resolved. `closing` stops it, where nobody wants it any more."""
+
+    part: Part
+    task: asyncio.Task[None]
+    controller: CellController | None
+    closing: asyncio.Task[None] | None = None
 
 
 class Checkpoints:
-    """The checkpoints of one stack. `active` names the one being taken; `last` is the newest that was published."""
+    """The checkpoints of one stack. `among` are its cells now; `active` names the checkpoint being taken; `last` is
+    the newest that succeeded, and `last_of` the newest that each cell has published. `wake` is told the cell of a
+    part that begins or ends."""
 
     def __init__(
         self,
@@ -55,53 +92,44 @@ class Checkpoints:
         events: Events,
         stack: Key,
         open_store: Callable[[str], ObjectStore],
-        wake: Callable[[], None],
+        wake: Callable[[int], None],
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._kube, self._cache, self._events, self._stack = kube, cache, events, stack
         self._open_store, self._wake, self._wall = open_store, wake, wall
-        self._task: asyncio.Task[None] | None = None
-        self._writer: CheckpointWriter | None = None
+        self._under_way: dict[int, _UnderWay] = {}
         self._writers: dict[str, CheckpointWriter] = {}
-        self._resolve_due = float("-inf")
-        self._ending: tuple[str, str] | None = None
-        self._hindered_since: tuple[str, float] | None = None
-        self._unsettled: dict[str, CheckpointFailed] = {}
+        self._resolve_due: dict[int, float] = {}
+        self._endings: dict[int, tuple[str, str]] = {}
+        self._hindered_since: dict[tuple[str, int], float] = {}
+        self._unsettled: dict[tuple[str, int], CheckpointFailed] = {}
+        self.among: Sequence[int] = (0,)
+        self.active: str | None = None
         self.last: LastCheckpoint | None = None
-
-    @property
-    def active(self) -> str | None:
-        return self._writer.name if self._writer is not None and self._task is not None else None
+        self.last_of: dict[int, LastCheckpoint] = {}
 
     @property
     def waiting(self) -> bool:
         """Whether any checkpoint is not finished, so that it is worth looking often."""
-        return self._task is not None or bool(self._cache.checkpoints_of(self._stack))
+        return bool(self._under_way) or bool(self._cache.checkpoints_of(self._stack))
 
     # ---- the queue ----------------------------------------------------------------------------------------
 
     async def adopt(self, index: int, record: CellRecord | None) -> None:
-        """Before the cell is looked at: let a checkpoint that the record has open say so, with its place, which the
+        """Before a cell is looked at: let a checkpoint that its record has open say so, with its place, which the
         record forgets once it is settled. Raises KubeError, Superseded."""
-        if record is None or record.open is None or self._task is not None:
+        if record is None or record.open is None or index in self._under_way:
             return
         for body in self._cache.checkpoints_of(self._stack):
-            writer = self._writer_of(body)
-            id = phases.checkpoint_id(writer.name, writer.uid)
-            if id == record.open.checkpoint_id and writer.status.uri is None:
-                await self._write(writer, self._announced(writer, id, record, "Preparing", (), {}))
+            part = self._part(self._writer_of(body), index)
+            told = phases.part_of(part.writer.status, index)
+            if part.id == record.open.checkpoint_id and told.uri is None and told.phase == "Pending":
+                await self._write(part.writer, part.announced(record, "Preparing", (), {}))
 
-    async def step(
-        self,
-        controller: CellController | None,
-        situation: queue.Situation,
-        participants: Sequence[Participant],
-        pods: Mapping[str, PodState],
-    ) -> None:
+    async def step(self, cells: Mapping[int, Side], order: CellOrder) -> None:
         """See to the first of the queue. Raises KubeError, Superseded."""
-        await self._collect(controller)
-        if self._task is not None:
-            return
+        self._collect()
+        active = None
         for body in queue.in_order(self._cache.checkpoints_of(self._stack)):
             writer = self._writer_of(body)
             if writer.status.phase in TERMINAL:
@@ -109,232 +137,185 @@ class Checkpoints:
             try:
                 checkpoint = GymCheckpoint.parse(body)
             except SpecError as error:
-                await self._fail(writer, ConditionReason.INVALID_SPEC, str(error))
+                await self._give_up(writer, ConditionReason.INVALID_SPEC, str(error))
                 continue
-            id = phases.checkpoint_id(writer.name, writer.uid)
-            match queue.next_move(writer.status, id, self._hindered(writer.uid, situation), situation):
-                case queue.Take() if controller is not None:
-                    pinned = pins(controller.record, participants, pods)
-                    self._begin(writer, self._take(writer, controller, id, pinned, _timeouts(checkpoint)))
+            await self._advance(writer, checkpoint, cells, order)
+            if writer.status.phase not in TERMINAL:
+                active = writer.name if self._under_way or phases.has_begun(writer.status) else None
+                break  # one at a time: the others wait for this one
+        self.active = active
+
+    async def _advance(
+        self, writer: CheckpointWriter, checkpoint: GymCheckpoint, cells: Mapping[int, Side], order: CellOrder
+    ) -> None:
+        """Do what is next for each cell's part of a checkpoint."""
+        among = [part.index for part in writer.status.cells] or self.among
+        left = [
+            self._part(writer, index)
+            for index in among
+            if index not in self._under_way and phases.part_of(writer.status, index).phase not in TERMINAL
+        ]
+        sides = {part.index: cells.get(part.index, _GONE) for part in left}
+        idle = not self._under_way and not any(side.situation.free for side in sides.values())
+        last = idle and len(left) < len(among)
+        held: list[tuple[Part, ConditionReason, str]] = []
+        for part in left:
+            side = sides[part.index]
+            phase = phases.part_of(writer.status, part.index).phase
+            hindered = self._hindered(part, queue.hinders(side.situation, last))
+            match queue.next_move(phase, part.id, hindered, side.situation, last=last):
+                case queue.Take() if side.controller is not None and (order == "Together" or not self._under_way):
+                    taking = partial(parts.take, part, side.controller, side.pinned(), _timeouts(checkpoint))
+                    self._begin(part, taking, side.controller)
                 case queue.Resolve():
-                    self._resolve(writer, id)
+                    self._resolve(part)
                 case queue.Fail(reason, message):
-                    await self._fail(writer, reason, message)
-                    continue
+                    await self._end(part, parts.Failed(reason, message))
                 case queue.Hold(reason, message) if reason is not None:
-                    status = phases.waiting(writer.status, reason, message, writer.generation, self._wall())
-                    await self._write(writer, status)
+                    held.append((part, reason, message))
                 case _:
                     pass
-            return  # one at a time: the others wait for this one
+        if not self._under_way and not phases.has_begun(writer.status):
+            held = held[:1]  # the whole can say one thing
+        for part, why, message in held:
+            await self._write(writer, _waiting(part, why, message))
 
-    def _hindered(self, uid: str, situation: queue.Situation) -> float:
-        """For how many seconds something that only a person can mend has been in the way of a checkpoint."""
-        if situation.obstacle is None:
-            self._hindered_since = None
+    def _hindered(self, part: Part, hindered: bool) -> float:
+        """For how many seconds time has run against a part."""
+        key = (part.writer.uid, part.index)
+        if not hindered:
+            self._hindered_since.pop(key, None)
             return 0.0
-        if self._hindered_since is None or self._hindered_since[0] != uid:
-            self._hindered_since = (uid, self._wall())
-        return self._wall() - self._hindered_since[1]
+        return self._wall() - self._hindered_since.setdefault(key, self._wall())
 
-    async def close(self, controller: CellController | None, reason: str, message: str) -> None:
-        """Give up what is being taken, as when the operator ends or the stack is gone, and say why."""
-        self._ending = (reason, message)
-        if controller is not None:
-            await controller.close()
-        if self._task is not None:
-            done, _ = await asyncio.wait([self._task], timeout=TELL_SECONDS)
-            if not done:
-                self._task.cancel()
-        self._task = self._writer = None
+    # ---- ends that others bring about ---------------------------------------------------------------------
 
     async def let_go(self, index: int, controller: CellController, reason: str, message: str) -> None:
-        """As `close`, for one cell whose controller is given up."""
-        await self.close(controller, reason, message)
-        self.reopen()
+        """Give up what is being taken in a cell, and say why: its controller is given up."""
+        self._endings[index] = (reason, message)
+        try:
+            await controller.close()
+            if (found := self._under_way.get(index)) is not None:
+                done, _ = await asyncio.wait([found.task], timeout=parts.TELL_SECONDS)
+                if not done:
+                    found.task.cancel()
+                self._under_way.pop(index, None)
+        finally:
+            self._endings.pop(index, None)
 
-    def reopen(self) -> None:
-        """Begin anew after `close`, with nothing remembered."""
-        self._ending = None
+    async def close(self, reason: str, message: str) -> None:
+        """Give up what was begun, as when the operator ends or the stack is gone, and say why. Each cell has let go
+        of its part before; what storage has still to be asked about is left to the next operator. Raises KubeError,
+        Superseded."""
+        for found in self._under_way.values():
+            found.task.cancel()
+        self._under_way.clear()
+        for writer in list(self._writers.values()):
+            status = writer.status
+            unknown = any(part.phase in phases.OPEN for part in status.cells)
+            if status.phase not in TERMINAL and phases.has_begun(status) and not unknown:
+                await self._give_up(writer, reason, message)
+
+    def published(self, index: int, name: str, outcome: Outcome) -> None:
+        """A cell has published a checkpoint that no GymCheckpoint asked for."""
+        self.last_of[index] = _last(name, outcome.publication, outcome.uri, outcome.digest)
+
+    def forget(self) -> None:
+        """Begin anew, with nothing remembered of what was written: somebody else writes too."""
         self._writers = {}
 
-    def _begin(self, writer: CheckpointWriter, work: Any) -> None:
-        self._writer = writer
-        self._task = asyncio.create_task(work)
-        self._task.add_done_callback(lambda _: self._wake())
+    # ---- one part -----------------------------------------------------------------------------------------
 
-    async def _collect(self, controller: CellController | None) -> None:
-        """Let go of what has ended, and stop what nobody wants any more."""
-        task, writer = self._task, self._writer
-        if task is None or writer is None:
-            return
-        if not task.done():
-            deleted = Key(writer.namespace, writer.name) not in self._cache.checkpoints
-            if deleted and controller is not None and writer.status.phase not in TERMINAL:
-                await controller.close()
-            return
-        self._task = self._writer = None
-        task.result()  # what the task could not deal with is the worker's
+    def _part(self, writer: CheckpointWriter, index: int) -> Part:
+        id = phases.checkpoint_id(writer.name, writer.uid)
+        return Part(writer, index, self.among, id, self._wall)
 
-    # ---- taking -------------------------------------------------------------------------------------------
+    def _begin(self, part: Part, work: Work, controller: CellController | None) -> None:
+        async def run() -> None:
+            if part.index not in self._endings:  # else its cell has been let go of before this has begun
+                await self._end(part, await work())
 
-    async def _take(
-        self,
-        writer: CheckpointWriter,
-        controller: CellController,
-        id: str,
-        pinned: Sequence[phases.Pinned],
-        timeouts: Mapping[str, float],
-    ) -> None:
-        """Take one checkpoint and write what came of it. Raises Superseded, KubeError."""
+        task = asyncio.create_task(run())
+        task.add_done_callback(lambda _: self._wake(part.index))
+        self._under_way[part.index] = _UnderWay(part, task, controller)
+        self._wake(part.index)  # what goes on in a cell is looked at more often
 
-        async def tell(progress: Progress) -> None:
-            status = self._announced(writer, id, controller.record, progress.phase, pinned, progress.participants)
-            try:
-                async with asyncio.timeout(TELL_SECONDS):
-                    await self._persist(writer, status)
-            except Gone as error:
-                raise CheckpointFailed("Deleted", "the GymCheckpoint was deleted") from error
-            except (Superseded, TimeoutError) as error:
-                raise CheckpointFailed("StatusNotWritten", "its status could not be written") from error
+    def _resolve(self, part: Part) -> None:
+        if self._wall() >= self._resolve_due.get(part.index, float("-inf")):
+            self._resolve_due[part.index] = self._wall() + RESOLVE_SECONDS
+            failure = self._unsettled.get((part.writer.uid, part.index))
+            self._begin(part, partial(parts.resolve, part, self._open_store, failure), None)
 
-        try:
-            outcome = await controller.take(id, writer.name, tell, **timeouts)
-        except CheckpointFailed as error:
-            if (
-                error.reason in ("CellNotRunning", "CheckpointOpen")
-                and (writer.status.phase or "Pending") == "Pending"
-            ):
-                return  # something died in between: it stays in the queue
-            reason, message = self._ending or (error.reason, str(error))
-            if not error.settled:
-                # A publication whose answer was lost may stand, or may still be finished by whoever settles what the
-                # record has open: storage is asked before this is final.
-                self._unsettled[writer.uid] = CheckpointFailed(reason, message, error.blockers)
-                return
-            await self._fail(writer, reason, message, error.blockers)
-            return
-        except StorageError as error:
-            await self._fail(writer, "StorageError", str(error))
-            return
-        await self._published(writer, outcome.publication, outcome.uri, outcome.digest, outcome.pause_seconds)
+    def _collect(self) -> None:
+        """Let go of what has ended, and stop what nobody wants any more. Raises what a part could not deal with."""
+        for index, found in list(self._under_way.items()):
+            writer = found.part.writer
+            if found.task.done():
+                del self._under_way[index]
+                if not found.task.cancelled():
+                    found.task.result()
+            elif found.controller is not None and found.closing is None and self._deleted(writer):
+                found.closing = asyncio.create_task(found.controller.close())
 
-    def _announced(
-        self,
-        writer: CheckpointWriter,
-        id: str,
-        record: CellRecord,
-        phase: Any,
-        pinned: Sequence[phases.Pinned],
-        standing: Mapping[str, str],
-    ) -> CheckpointStatus:
-        assert record.open is not None  # the record is saved before a phase is told
-        return phases.under_way(
-            writer.status,
-            phase,
-            id,
-            record.open.uri,
-            record.attempt,
-            pinned,
-            standing,
-            writer.generation,
-            self._wall(),
-        )
-
-    # ---- what an operator before this one left ------------------------------------------------------------
-
-    def _resolve(self, writer: CheckpointWriter, id: str) -> None:
-        if self._wall() >= self._resolve_due:
-            self._resolve_due = self._wall() + RESOLVE_SECONDS
-            self._begin(writer, self._resolved(writer, id))
-
-    async def _resolved(self, writer: CheckpointWriter, id: str) -> None:
-        """Its record is settled or was never written: what landed under its key stands, and a tombstone lands where
-        nothing did, so that nobody can publish it later."""
-        uri = writer.status.uri
-        if uri is None:
-            await self._abandon(writer, "the operator ended before it had begun")
-            return
-        request = Request(
-            id,
-            writer.name,
-            uri,
-            "",
-            0,
-            writer.status.cells[0].attempt if writer.status.cells else 0,
-            0,
-            {},
-        )
-        grave = tombstone(request, "its operator ended before it was published", self._wall())
-        try:
-            landed = await asyncio.to_thread(lambda: settle(self._open_store(uri), grave))
-        except StorageError as error:
-            log.warning("checkpoint %s/%s cannot be settled yet: %s", writer.namespace, writer.name, error)
-            return
-        except ProtocolError as error:
-            # As for a recovery: what nobody here can read nobody here can restore.
-            landed = grave.model_copy(update={"reason": error.detail})
-        if landed.state == "published":
-            self._unsettled.pop(writer.uid, None)
-            await self._published(writer, landed, uri, sha256(landed.to_bytes()), None)
-        elif (failure := self._unsettled.pop(writer.uid, None)) is not None:
-            await self._fail(writer, failure.reason, str(failure), failure.blockers)
-        else:
-            await self._abandon(writer, landed.reason)
-
-    async def _abandon(self, writer: CheckpointWriter, why: str) -> None:
-        message = f"the operator was restarted while it was being taken ({why}); create another GymCheckpoint"
-        await self._fail(writer, "OperatorRestarted", message)
+    def _deleted(self, writer: CheckpointWriter) -> bool:
+        body = self._cache.checkpoints.get(Key(writer.namespace, writer.name))
+        return body is None or body["metadata"]["uid"] != writer.uid
 
     # ---- ends ---------------------------------------------------------------------------------------------
 
-    async def _published(
-        self, writer: CheckpointWriter, publication: Publication, uri: str, digest: str, pause: float | None
-    ) -> None:
-        self.last = LastCheckpoint(
-            name=writer.name,
-            id=publication.checkpoint_id,
-            uri=uri,
-            digest=digest,
-            time=format_time(publication.created),
-        )
-        status = phases.succeeded(writer.status, publication, uri, digest, pause, writer.generation, self._wall())
-        await self._end(writer, status)
-
-    async def _fail(
-        self, writer: CheckpointWriter, reason: str, message: str, blockers: Sequence[tuple[str, Blocker]] = ()
-    ) -> None:
-        status = phases.failed(writer.status, reason, message, writer.generation, self._wall(), blockers)
-        await self._end(writer, status)
-
-    async def _end(self, writer: CheckpointWriter, status: CheckpointStatus) -> None:
-        """Write a final status, however long that takes; a GymCheckpoint that is gone needs none."""
-        try:
-            await self._persist(writer, status)
-        except Gone:
+    async def _end(self, part: Part, end: parts.End) -> None:
+        """Write what came of a part, however long that takes; a GymCheckpoint that is gone needs nothing."""
+        writer, which = part.writer, part.which
+        ending = self._endings.get(part.index)
+        if isinstance(end, parts.Unsettled):
+            # A publication whose answer was lost may stand, or may still be finished by whoever settles what the
+            # record has open: storage is asked before this is final.
+            reason, message = ending or (end.failure.reason, str(end.failure))
+            self._unsettled[writer.uid, part.index] = CheckpointFailed(reason, message, end.failure.blockers)
             return
-        finally:
-            self._writers.pop(writer.uid, None)
+        match end:
+            case parts.Published(publication, uri, digest, pause):
+                self.last_of[part.index] = _last(writer.name, publication, uri, digest)
+
+                def change(status: CheckpointStatus) -> CheckpointStatus:
+                    return phases.part_succeeded(status, which, publication, uri, digest, pause, part.at)
+
+            case parts.Failed(failed, said, blockers):
+                reason, message = ending or (failed, said)
+
+                def change(status: CheckpointStatus) -> CheckpointStatus:
+                    return phases.part_failed(status, which, reason, message, part.at, blockers)
+
+            case None:
+                return
+        self._unsettled.pop((writer.uid, part.index), None)
+        with suppress(Gone):
+            await parts.persist(writer, change)
+            self._concluded(writer, self.last_of.get(part.index))
+
+    async def _give_up(self, writer: CheckpointWriter, reason: str, message: str) -> None:
+        at = phases.At(writer.generation, self._wall())
+        with suppress(Gone):
+            await parts.persist(writer, lambda status: phases.failed(status, reason, message, at))
+            self._concluded(writer, None)
+
+    def _concluded(self, writer: CheckpointWriter, newest: LastCheckpoint | None) -> None:
+        """Tell of a checkpoint if it is final now. `newest` is what the part that has just ended left behind."""
+        status = writer.status
+        if status.phase not in TERMINAL:
+            return
+        self._writers.pop(writer.uid, None)
+        self._hindered_since = {key: at for key, at in self._hindered_since.items() if key[0] != writer.uid}
+        if status.phase == "Succeeded" and newest is not None:
+            self.last = newest.model_copy(update={"uri": status.uri, "digest": status.digest})
         subject = Subject(names.CHECKPOINT_KIND, writer.namespace, writer.name, writer.uid)
-        said = (status.reason or "Unknown", status.message or "")
-        self._events.say(subject, "Normal" if status.phase == "Succeeded" else "Warning", *said)
+        level: Literal["Normal", "Warning"] = "Normal" if status.phase == "Succeeded" else "Warning"
+        self._events.say(subject, level, status.reason or "Unknown", status.message or "")
         self._cache.finish_checkpoint(Key(writer.namespace, writer.name), writer.uid)
 
-    async def _persist(self, writer: CheckpointWriter, status: CheckpointStatus) -> None:
-        """Write until it is written. Raises Gone, Superseded."""
-        pause = 0.2
-        while True:
-            try:
-                await writer.write(status)
-                return
-            except KubeError as error:
-                log.warning("status of checkpoint %s/%s: %s", writer.namespace, writer.name, error)
-            await asyncio.sleep(pause)
-            pause = min(pause * 2, LONGEST_RETRY_SECONDS)
-
-    async def _write(self, writer: CheckpointWriter, status: CheckpointStatus) -> None:
+    async def _write(self, writer: CheckpointWriter, change: parts.Change) -> None:
         try:
-            await writer.write(status)
+            await writer.write(change)
         except Gone:
             self._cache.drop_checkpoint(Key(writer.namespace, writer.name), writer.uid)
 
@@ -348,17 +329,27 @@ class Checkpoints:
         return self._writers[uid]
 
 
+def _last(name: str, publication: Publication, uri: str, digest: str) -> LastCheckpoint:
+    return LastCheckpoint(
+        name=name, id=publication.checkpoint_id, uri=uri, digest=digest, time=format_time(publication.created)
+    )
+
+
+def _waiting(part: Part, reason: ConditionReason, message: str) -> parts.Change:
+    return lambda status: phases.waiting(status, part.which, reason, message, part.at)
+
+
 def writer_for(kube: Kube, body: Mapping[str, Any]) -> CheckpointWriter:
     return CheckpointWriter(kube, body, CheckpointStatus.model_validate(body.get("status") or {}))
 
 
 def pins(
-    record: CellRecord, participants: Sequence[Participant], pods: Mapping[str, PodState]
+    record: CellRecord | None, participants: Sequence[Participant], pods: Mapping[str, PodState]
 ) -> list[phases.Pinned]:
     """The processes that take part, as they are pinned."""
     found = []
     for each in participants:
-        pod, pin = pods.get(each.name), record.pins.get(each.name)
+        pod, pin = pods.get(each.name), record.pins.get(each.name) if record else None
         found.append(
             phases.Pinned(
                 each.name,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 from gym_operator.api import names
@@ -38,6 +39,7 @@ class Fleet:
         self._namespaces: Sequence[str | None] = list(namespaces) or [None]
         self._workers: dict[Key, tuple[StackWorker, asyncio.Task[None]]] = {}
         self._ending: set[asyncio.Task[None]] = set()
+        self._closed = False
         self._watches = Watches()
 
     # ---- what the watches tell ----------------------------------------------------------------------------
@@ -89,7 +91,7 @@ class Fleet:
             del self._workers[key]
             self._end(*found, "StackDeleted", "the stack was deleted")
             found = None
-        if wanted is None:
+        if wanted is None or self._closed:
             return
         if found is not None:
             found[0].wake()
@@ -119,6 +121,7 @@ class Fleet:
 
     async def close(self) -> None:
         """End all workers. A checkpoint under way is given up: no rollout stays parked until its lease ends."""
+        self._closed = True  # what is written on the way out comes back as events, and must not start them again
         for key in list(self._workers):
             self._end(*self._workers.pop(key), "OperatorStopped", "the operator was stopped")
         if self._ending:
@@ -159,17 +162,18 @@ class Fleet:
 
     async def _see_to_orphan(self, body: Mapping[str, Any], stack: Key) -> None:
         writer, now = writer_for(self._s.kube, body), self._s.wall()
+        at = checkpoint_phases.At(writer.generation, now)
         age = checkpoint_phases.age_seconds(body["metadata"]["creationTimestamp"], now)
         try:
             match checkpoint_queue.without_stack(writer.status, stack.name, age):
                 case checkpoint_queue.Fail(reason, message):
-                    final = checkpoint_phases.failed(writer.status, reason, message, writer.generation, now)
-                    await writer.write(final)
+                    await writer.write(partial(checkpoint_phases.failed, reason=reason, message=message, at=at))
                     subject = Subject(names.CHECKPOINT_KIND, writer.namespace, writer.name, writer.uid)
                     self._s.events.say(subject, "Warning", reason, message)
                     self._cache.finish_checkpoint(key_of(body), writer.uid)
                 case checkpoint_queue.Hold(reason, message) if reason is not None:
-                    held = checkpoint_phases.waiting(writer.status, reason, message, writer.generation, now)
+                    whole = checkpoint_phases.Which(0)
+                    held = partial(checkpoint_phases.waiting, which=whole, reason=reason, message=message, at=at)
                     await writer.write(held)
         except Gone:
             self._cache.drop_checkpoint(key_of(body), writer.uid)

@@ -10,7 +10,7 @@ second operator is noticed: its write makes ours conflict, and what it wrote is 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
 from gym_operator.api import names
@@ -62,6 +62,11 @@ class StackWriter:
     def record(self, cell: int) -> CellRecord | None:
         """The record of a cell as it was written or read last."""
         return self._records.get(cell)
+
+    @property
+    def cells(self) -> Collection[int]:
+        """The cells that have a record."""
+        return self._records.keys()
 
     def superseded(self, cell: int) -> bool:
         """Whether another operator was seen to have written the record of this cell."""
@@ -161,20 +166,22 @@ class CheckpointWriter:
         self._unanswered: CheckpointStatus | None = None
         self._writing = asyncio.Lock()
 
-    async def write(self, status: CheckpointStatus) -> None:
-        """Write a status that differs. Raises Gone, Superseded, KubeError.
+    async def write(self, change: Callable[[CheckpointStatus], CheckpointStatus]) -> None:
+        """Write what `change` makes of the status as it stands, if that differs: several cells have their part in
+        it. Raises Gone, Superseded, KubeError.
 
         Whoever waits may be broken off by a death; the write goes on, so that what is there is never unknown.
         """
-        writing = asyncio.ensure_future(self._write(status))
+        writing = asyncio.ensure_future(self._write(change))
         writing.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be left to see it
         await asyncio.shield(writing)
 
-    async def _write(self, status: CheckpointStatus) -> None:
+    async def _write(self, change: Callable[[CheckpointStatus], CheckpointStatus]) -> None:
         async with self._writing:
-            if status == self.status:
-                return
             for _ in range(TRIES):
+                status = change(self.status)
+                if status == self.status:
+                    return
                 document = status.document()
                 body = _body(names.CHECKPOINT_KIND, self.namespace, self.name, self.uid, self._version, document)
                 try:
@@ -186,9 +193,8 @@ class CheckpointWriter:
                     theirs = CheckpointStatus.model_validate(current.get("status") or {})
                     if theirs not in (self.status, self._unanswered, status):
                         raise Superseded("another operator has written the status of this checkpoint") from None
+                    # What we did not hear of may be our own: then nothing is left to change.
                     self.status, self._version = theirs, current["metadata"]["resourceVersion"]
-                    if theirs == status:  # our own write, whose answer was lost
-                        return
                     continue
                 except KubeError:
                     self._unanswered = status  # it may have been written all the same

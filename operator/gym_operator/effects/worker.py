@@ -19,7 +19,7 @@ from gym_operator.api.conditions import ConditionReason
 from gym_operator.api.stack import GymStack, StackStatus
 from gym_operator.effects.cache import Key
 from gym_operator.effects.cell_worker import CellWorker, Orders, Parts
-from gym_operator.effects.checkpoints import Checkpoints
+from gym_operator.effects.checkpoints import Checkpoints, Side, pins
 from gym_operator.effects.children import ChildProblem, ControlTokens, ensure_children, ensure_secret
 from gym_operator.effects.events import Subject
 from gym_operator.effects.kube import KubeError
@@ -33,7 +33,7 @@ from gym_operator.rules.spec_check import Problem, check_stack
 from gym_operator.rules.stack_status import differs_in_progress_only, stack_status, warnings
 from gym_operator.rules.workloads import StackContext
 from gym_servers.coordination.controller import CellSettings
-from gym_servers.coordination.record import CellRecord, Stage
+from gym_servers.coordination.record import KEPT_RECOVERIES, CellRecord, Stage
 from gym_servers.stack.durations import parse_duration
 from gym_servers.stack.render import checkpoint_root, stack_root
 from gym_servers.storage.ownership import Owner
@@ -50,13 +50,17 @@ ENSURE_SECONDS: Final = 60.0
 ENSURE_STARTING_SECONDS: Final = 10.0
 PROGRESS_SECONDS: Final = 1.0
 """Between writes of the driver's counters."""
+LEAST_RECOVERIES: Final = 2
+"""Past recoveries that a record keeps however many cells there are: all records have to fit into one object."""
 
 
 @dataclass(frozen=True)
 class Ensured:
-    """How the stack's objects were found: good until `until` (monotonic), for this generation of the spec."""
+    """How the stack's objects were found: good until `until` (monotonic), for this generation of the spec and so many
+    cells."""
 
     generation: int
+    kept: int
     until: float
     problem: Problem | None
     trouble: str
@@ -77,7 +81,7 @@ class StackWorker:
         self._storage = StackStorage(services.kube, key.namespace, services.monotonic, owner, self._progressed)
         self._pods = StackPods(services, self._subject)
         self._checkpoints = Checkpoints(
-            services.kube, services.cache, services.events, key, self._storage.open, self._wake_all, services.wall
+            services.kube, services.cache, services.events, key, self._storage.open, self._wake_cell, services.wall
         )
         self._parts = Parts(services, self._subject, self._writer, self._pods, self._storage, self._checkpoints)
         self._cells: dict[int, tuple[CellWorker, asyncio.Task[None]]] = {}
@@ -129,7 +133,7 @@ class StackWorker:
                 return
             except Superseded as error:
                 log.warning("stack %s/%s: %s; standing by", *self.key, error)
-                self._checkpoints.reopen()
+                self._checkpoints.forget()
                 for cell, _ in self._cells.values():
                     cell.stand_by()
                     cell.wake()
@@ -152,7 +156,7 @@ class StackWorker:
             await asyncio.wait([task for _, task in self._cells.values()])
         await asyncio.gather(*(cell.let_go(reason, message) for cell, _ in self._cells.values()))
         with suppress(Gone, Superseded, KubeError, StorageError):
-            await self._checkpoints.close(None, reason, message)
+            await self._checkpoints.close(reason, message)
         self._storage.close()
 
     # ---- one pass -----------------------------------------------------------------------------------------
@@ -177,13 +181,8 @@ class StackWorker:
         problem = problem or ensured.problem
         await self._tend_storage(stack)
         self._give_orders(stack)
-        cell = self._cells[0][0]
-        await self._checkpoints.step(
-            cell.controller,
-            self._situation(stack, problem, cell),
-            stack.spec.participants(),
-            self._pods.of(0),
-        )
+        sides = {index: self._side(stack, problem, cell) for index, (cell, _) in self._cells.items()}
+        await self._checkpoints.step(sides, stack.spec.checkpoints.cell_order)
         await self._conclude(lambda: self._observe(stack, generation, problem, ensured.trouble))
         return BUSY_SECONDS if self._checkpoints.waiting else CALM_SECONDS
 
@@ -209,13 +208,14 @@ class StackWorker:
     async def _ensure(self, stack: GymStack, generation: int) -> Ensured:
         """The stack's objects as its spec wants them. Where that fails, cells that run are looked after all the
         same."""
-        now = self._s.monotonic()
-        if self._ensured is not None and self._ensured.generation == generation and now < self._ensured.until:
-            return self._ensured
+        now, kept = self._s.monotonic(), max(self._cells) + 1
+        known = self._ensured
+        if known is not None and (known.generation, known.kept) == (generation, kept) and now < known.until:
+            return known
         settled = all(
             cell.record is not None and cell.record.stage is Stage.RUNNING for cell, _ in self._cells.values()
         )
-        context = StackContext(stack.identity, stack.spec, self._s.operator_namespace)
+        context = StackContext(stack.identity, stack.spec, self._s.operator_namespace, kept)
         problem, trouble = None, ""
         try:
             self._tokens = await ensure_secret(self._s.kube, context)
@@ -226,7 +226,7 @@ class StackWorker:
             trouble = str(error)
             self._s.events.say(self._subject, "Warning", "ObjectsNotApplied", trouble)
         seconds = TROUBLE_SECONDS if trouble else ENSURE_SECONDS if settled else ENSURE_STARTING_SECONDS
-        self._ensured = Ensured(generation, now + seconds, problem, trouble)
+        self._ensured = Ensured(generation, kept, now + seconds, problem, trouble)
         return self._ensured
 
     async def _tend_storage(self, stack: GymStack) -> None:
@@ -241,12 +241,28 @@ class StackWorker:
     # ---- cells --------------------------------------------------------------------------------------------
 
     def _see_to_cells(self, stack: GymStack) -> None:
-        """A worker for each cell."""
-        for index in range(stack.spec.cells):
-            if index not in self._cells:
-                cell = CellWorker(self._parts, index, self.wake)
-                task = asyncio.create_task(cell.run(), name=str(cell))
-                self._cells[index] = (cell, task)
+        """A worker for each cell, and for each that the spec does not have any more until it has stopped. The highest
+        go first: a StatefulSet takes away no others."""
+        wanted = set(range(stack.spec.cells))
+        if not self._cells:
+            # An operator before this one may not have come to the end of taking cells away.
+            wanted |= {index for index in self._writer.cells if self._runs(index)}
+        for index in sorted(wanted - set(self._cells)):
+            cell = CellWorker(self._parts, index, self.wake)
+            task = asyncio.create_task(cell.run(), name=str(cell))
+            self._cells[index] = (cell, task)
+        while (last := max(self._cells)) >= stack.spec.cells and self._cells[last][0].stopped:
+            self._cells.pop(last)[1].cancel()
+        self._checkpoints.among = range(stack.spec.cells)
+
+    def _runs(self, index: int) -> bool:
+        """Whether a cell that was in service has all its pods still."""
+        record, pods = self._writer.record(index), self._pods.of(index)
+        return (
+            record is not None
+            and bool(record.pins)
+            and all(name in pods and pods[name].alive for name in record.pins)
+        )
 
     def _give_orders(self, stack: GymStack) -> None:
         if self._tokens is None:
@@ -254,8 +270,9 @@ class StackWorker:
         enabled = stack.spec.checkpoints.enabled
         for index, (cell, _) in self._cells.items():
             settings = self._settings(stack, index) if enabled else None
-            prefix = f"cell {index}: " if stack.spec.cells > 1 else ""
-            cell.order(Orders(stack.spec.participants(), settings, stack.spec.suspend), prefix)
+            stop = index >= stack.spec.cells
+            prefix = f"cell {index}: " if len(self._cells) > 1 else ""
+            cell.order(Orders(stack.spec.participants(), settings, stack.spec.suspend, stop), prefix)
 
     def _settings(self, stack: GymStack, index: int) -> CellSettings:
         spec = stack.spec
@@ -271,11 +288,12 @@ class StackWorker:
             backoff_limit=spec.recovery.backoff_limit,
             prepare_timeout=parse_duration(spec.checkpoints.prepare_timeout),
             commit_timeout=parse_duration(spec.checkpoints.commit_timeout),
+            kept_recoveries=max(LEAST_RECOVERIES, KEPT_RECOVERIES // spec.cells),
         )
 
-    def _wake_all(self) -> None:
-        for cell, _ in self._cells.values():
-            cell.wake()
+    def _wake_cell(self, index: int) -> None:
+        if (found := self._cells.get(index)) is not None:
+            found[0].wake()
         self.wake()
 
     # ---- what comes of it ---------------------------------------------------------------------------------
@@ -285,7 +303,7 @@ class StackWorker:
         return Observed(
             generation=generation,
             participants=stack.spec.participants(),
-            cells=tuple(cell.seen() for cell, _ in self._cells.values()),
+            cells=tuple(cell.seen() for _, (cell, _) in sorted(self._cells.items())),
             waits=trouble,
             problem=problem,
             suspended=stack.spec.suspend,
@@ -293,27 +311,32 @@ class StackWorker:
             storage=self._storage.state if enabled else None,
             checkpoint=self._checkpoints.active,
             last_checkpoint=self._checkpoints.last,
+            last_of=self._checkpoints.last_of,
         )
 
-    def _situation(self, stack: GymStack, problem: Problem | None, cell: CellWorker) -> Situation:
-        record = cell.record
+    def _side(self, stack: GymStack, problem: Problem | None, cell: CellWorker) -> Side:
+        """A cell's side of the queue of checkpoints."""
+        record, participants = cell.record, stack.spec.participants()
         obstacle: tuple[ConditionReason, str] | None = None
         if problem is not None:
             obstacle = (ConditionReason.STACK_NOT_READY, problem.message)
         elif stack.spec.suspend:
             obstacle = (ConditionReason.STACK_NOT_READY, "the stack is suspended; set spec.suspend to false")
+        elif cell.index >= stack.spec.cells:
+            obstacle = (ConditionReason.STACK_NOT_READY, "the cell is being taken away")
         elif record is not None and record.stage is Stage.STALLED:
             obstacle = (ConditionReason.STACK_NOT_READY, "the stack has given up; its condition Stalled says why")
         elif self._storage.state.ok is False:
             obstacle = (self._storage.state.reason, self._storage.state.message)
-        return Situation(
+        situation = Situation(
             enabled=stack.spec.checkpoints.enabled,
             stage=record.stage if record else None,
-            free=cell.free,
+            free=obstacle is None and cell.free,
             open_id=record.open.checkpoint_id if record and record.open else None,
             obstacle=obstacle,
             storage_proved=self._storage.state.ok is True,
         )
+        return Side(situation, cell.controller, lambda: pins(record, participants, self._pods.of(cell.index)))
 
     async def _conclude(self, observe: Callable[[], Observed]) -> None:
         """Write the status, once and last; then the events, so that nobody reads of one without the other."""

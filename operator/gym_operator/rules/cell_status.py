@@ -39,8 +39,8 @@ def common_verdict(seen: Observed) -> Verdict | None:
     return None
 
 
-def cell_verdict(cell: CellSeen, progress: CollectionProgress | None, seen: Observed) -> Verdict:
-    """Where a cell stands. `progress` is its driver's."""
+def cell_verdict(before: CellStatus | None, cell: CellSeen, seen: Observed) -> Verdict:
+    """Where a cell stands."""
     if (common := common_verdict(seen)) is not None:
         return common
     record = cell.record
@@ -69,23 +69,31 @@ def cell_verdict(cell: CellSeen, progress: CollectionProgress | None, seen: Obse
         return Verdict("Starting", "Starting", "False", "PodsStarting", message)
     for reason, message in problems(cell, seen):
         return Verdict("Running", "Running", "False", reason, message)
+    progress = cell_progress(before, cell, seen)
     if progress is not None and progress.complete:
         message = f"all {progress.expected} rollouts have their row"
         return Verdict("Completed", "Running", "True", "CollectionComplete", message)
     return Verdict("Running", "Running", "True", "Running", "all servers are in service")
 
 
-def cell_status(cell: CellSeen, verdict: Verdict, progress: CollectionProgress | None, seen: Observed) -> CellStatus:
+def cell_status(before: CellStatus | None, cell: CellSeen, verdict: Verdict, seen: Observed) -> CellStatus:
     """The cell's part of the status, without its record: who writes the status adds it."""
     record = cell.record
     return CellStatus(
         index=cell.index,
-        phase=verdict.cell,
+        phase="Stopping" if cell.stopping else verdict.cell,
         attempt=record.attempt if record else 0,
         participants=tuple(_participant(each, cell) for each in seen.participants),
-        collection=progress,
+        collection=cell_progress(before, cell, seen),
+        last_checkpoint=seen.last_of.get(cell.index) or (before.last_checkpoint if before else None),
         recoveries=tuple(_recovery(each) for each in record.recoveries) if record else (),
     )
+
+
+def stopped(before: CellStatus, seen: Observed) -> CellStatus:
+    """The part of a cell that was taken away. What it would continue from, were it to come back, stays."""
+    last = seen.last_of.get(before.index) or before.last_checkpoint
+    return before.model_copy(update={"phase": "Stopped", "participants": (), "last_checkpoint": last})
 
 
 def cell_progress(before: CellStatus | None, cell: CellSeen, seen: Observed) -> CollectionProgress | None:

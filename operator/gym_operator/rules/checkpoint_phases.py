@@ -1,14 +1,21 @@
-"""The phases of a GymCheckpoint, as one table, and its status in each of them. Terminal is final."""
+"""The phases of a GymCheckpoint: those of each cell's part, as one table, and what the parts come to. Terminal is
+final.
+
+The whole stands where the part stands that has the furthest to go, so that it never goes back however many parts
+follow each other; it succeeds if every part does.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from gym_operator.api.checkpoint import (
     MAX_BLOCKERS,
+    MAX_PART_MESSAGE,
     MAX_RESTARTS,
+    TERMINAL,
     Blocker,
     CheckpointCell,
     CheckpointParticipant,
@@ -32,7 +39,13 @@ TABLE: Final[Mapping[CheckpointPhase, frozenset[CheckpointPhase]]] = {
     "Committing": frozenset({"Publishing", "Succeeded", "Failed"}),
     "Publishing": frozenset({"Succeeded", "Failed"}),
 }
+"""Which phase of a part may follow which."""
 
+_WHAT_GOES_ON: Final[Mapping[CheckpointPhase, str]] = {
+    "Preparing": "rollouts are brought to where they can continue from",
+    "Committing": "records are frozen and written",
+    "Publishing": "all records are durable; the checkpoint is being published",
+}
 _SUCCEEDED: Final[Mapping[CheckpointPhase, ConditionStatus]] = {"Succeeded": "True", "Failed": "False"}
 
 
@@ -47,167 +60,243 @@ class Pinned:
     session: str | None
 
 
+@dataclass(frozen=True)
+class Which:
+    """A part: the cell, and all cells that the checkpoint is about."""
+
+    index: int
+    among: Collection[int] = (0,)
+
+
+@dataclass(frozen=True)
+class At:
+    """When something is written, in Unix seconds, and for which generation of the spec."""
+
+    generation: int
+    now: float
+
+
 def checkpoint_id(name: str, uid: str) -> str:
-    """The id that participants and storage know a GymCheckpoint by: unique, and recognisable for people."""
+    """The id that participants and storage know a GymCheckpoint by, the same in every cell: unique, and recognisable
+    for people."""
     return f"{name[:100]}-{uid.replace('-', '')[:8]}"
 
 
+def part_of(status: CheckpointStatus, index: int) -> CheckpointCell:
+    """A cell's part; one that was not begun where the status does not name it."""
+    return next((part for part in status.cells if part.index == index), CheckpointCell(index=index))
+
+
+def has_begun(status: CheckpointStatus) -> bool:
+    """Whether any part was taken, or tried."""
+    return any(part.phase in OPEN or part.uri is not None for part in status.cells)
+
+
 def waiting(
-    status: CheckpointStatus, reason: ConditionReason, message: str, generation: int, now: float
+    status: CheckpointStatus, which: Which, reason: ConditionReason, message: str, at: At
 ) -> CheckpointStatus:
-    """Pending, and why."""
-    return _told(status, "Pending", reason, message, generation, now)
+    """A part cannot begin yet, and why. The whole says so while no other part has begun."""
+    if has_begun(status):
+        return _with(status, which, _moved(part_of(status, which.index), "Pending", reason=reason, message=message))
+    return _told(status, "Pending", reason, message, at)
 
 
 def under_way(
     status: CheckpointStatus,
+    which: Which,
     phase: CheckpointPhase,
     id: str,
     uri: str,
     attempt: int,
     pinned: Sequence[Pinned],
     phases: Mapping[str, str],
-    generation: int,
-    now: float,
+    at: At,
 ) -> CheckpointStatus:
-    """In one of the open phases; `phases` is where each participant stands."""
-    message = {
-        "Preparing": "rollouts are brought to where they can continue from",
-        "Committing": "records are frozen and written",
-        "Publishing": "all records are durable; the checkpoint is being published",
-    }[phase]
-    told = _told(_moved(status, phase), phase, ConditionReason.IN_PROGRESS, message, generation, now)
-    return told.model_copy(
-        update={
-            "checkpoint_id": id,
-            "uri": uri,
-            "start_time": status.start_time or format_time(now),
-            "cells": (CheckpointCell(index=0, phase=phase, attempt=attempt, uri=uri),),
-            "participants": tuple(
-                CheckpointParticipant(
-                    name=each.name,
-                    kind=each.kind,
-                    pod=each.pod,
-                    pod_uid=each.pod_uid,
-                    session=each.session,
-                    phase=phases.get(each.name),
-                )
-                for each in pinned
-            ),
-        }
+    """A part in one of the open phases; `phases` is where each participant stands."""
+    participants = tuple(
+        CheckpointParticipant(
+            name=each.name,
+            kind=each.kind,
+            pod=each.pod,
+            pod_uid=each.pod_uid,
+            session=each.session,
+            phase=phases.get(each.name),
+        )
+        for each in pinned
     )
+    part = _moved(
+        part_of(status, which.index),
+        phase,
+        reason=None,
+        message=None,
+        attempt=attempt,
+        uri=uri,
+        participants=participants,
+    )
+    begun = status.model_copy(update={"checkpoint_id": id, "start_time": status.start_time or format_time(at.now)})
+    return _concluded(_with(begun, which, part), at)
 
 
-def succeeded(
+def part_succeeded(
     status: CheckpointStatus,
+    which: Which,
     publication: Publication,
     uri: str,
     digest: str,
     pause_seconds: float | None,
-    generation: int,
-    now: float,
+    at: At,
 ) -> CheckpointStatus:
-    """Published: from now on it can be restored, and nothing about it changes."""
-    known = {each.name: each for each in status.participants}
-    size = sum(member.bytes for member in publication.members)
-    episodes = len(publication.episodes)
-    told = _told(
-        _moved(status, "Succeeded"),
-        "Succeeded",
-        ConditionReason.PUBLISHED,
-        f"{episodes} rollouts continue from it",
-        generation,
-        now,
-    )
+    """A part is published: from now on it can be restored, and nothing about it changes."""
+    before = part_of(status, which.index)
+    if before.phase == "Succeeded":
+        return status
+    known = {each.name: each for each in before.participants}
     participants = []
     for member in publication.members:
-        before = known.get(member.instance) or CheckpointParticipant.model_validate(
+        one = known.get(member.instance) or CheckpointParticipant.model_validate(
             {"name": member.instance, "kind": member.kind}
         )
-        participants.append(
-            before.model_copy(
-                update={
-                    "session": member.session,
-                    "phase": "committed",
-                    "records": member.records,
-                    "bytes": member.bytes,
-                }
-            )
-        )
-    return told.model_copy(
+        kept = {"session": member.session, "phase": "committed", "records": member.records, "bytes": member.bytes}
+        participants.append(one.model_copy(update=kept))
+    part = _moved(
+        before,
+        "Succeeded",
+        reason=None,
+        message=None,
+        attempt=publication.cell_attempt,
+        uri=uri,
+        digest=digest,
+        episodes=len(publication.episodes),
+        bytes=sum(member.bytes for member in publication.members),
+        pause_seconds=None if pause_seconds is None else round(pause_seconds, 3),
+        participants=tuple(participants),
+    )
+    restarts = status.model_copy(
         update={
-            "uri": uri,
-            "digest": digest,
-            "cells": (
-                CheckpointCell(
-                    index=publication.cell,
-                    phase="Succeeded",
-                    attempt=publication.cell_attempt,
-                    uri=uri,
-                    digest=digest,
-                    episodes=episodes,
-                    bytes=size,
-                ),
-            ),
-            "participants": tuple(participants),
-            "blockers": (),
-            "restart_count": len(publication.restarts),
-            "restarts": tuple(publication.restarts[:MAX_RESTARTS]),
-            "episodes": episodes,
-            "bytes": size,
-            "pause_seconds": None if pause_seconds is None else round(pause_seconds, 3),
-            "completion_time": format_time(now),
+            "restart_count": status.restart_count + len(publication.restarts),
+            "restarts": (*status.restarts, *publication.restarts)[:MAX_RESTARTS],
         }
     )
+    return _concluded(_with(restarts, which, part), at)
 
 
-def failed(
+def part_failed(
     status: CheckpointStatus,
+    which: Which,
     reason: str,
     message: str,
-    generation: int,
-    now: float,
+    at: At,
     blockers: Sequence[tuple[str, ProtocolBlocker]] = (),
 ) -> CheckpointStatus:
-    """Given up, and why. It does not exist in storage, or only as a tombstone."""
-    told = _told(_moved(status, "Failed"), "Failed", reason, message, generation, now)
-    return told.model_copy(
+    """A part was given up, and why. It does not exist in storage, or only as a tombstone."""
+    before = part_of(status, which.index)
+    if before.phase == "Failed":
+        return status
+    part = _moved(before, "Failed", reason=reason[:128], message=clip(message, MAX_PART_MESSAGE))
+    named = tuple(
+        Blocker(
+            cell=which.index,
+            participant=participant,
+            id=blocker.id[:256],
+            where=blocker.where[:256],
+            age_seconds=round(max(0.0, blocker.age_seconds), 3),
+        )
+        for participant, blocker in blockers[:MAX_BLOCKERS]
+    )
+    blocked = status.model_copy(update={"blockers": (*status.blockers, *named)[:MAX_BLOCKERS]})
+    return _concluded(_with(blocked, which, part), at)
+
+
+def failed(status: CheckpointStatus, reason: str, message: str, at: At) -> CheckpointStatus:
+    """The whole is given up; what its cells have published stays."""
+    parts = tuple(
+        part if part.phase in TERMINAL else _moved(part, "Failed", reason=reason[:128], message=None)
+        for part in status.cells
+    )
+    told = _told(status.model_copy(update={"cells": parts}), "Failed", reason, message, at)
+    return told.model_copy(update={"completion_time": format_time(at.now)})
+
+
+def _concluded(status: CheckpointStatus, at: At) -> CheckpointStatus:
+    """What the parts come to."""
+    parts = status.cells
+    if len(parts) == 1:
+        status = status.model_copy(update={"uri": parts[0].uri, "digest": parts[0].digest})
+    paused = [part.pause_seconds for part in parts if part.pause_seconds is not None]
+    status = status.model_copy(
         update={
-            "completion_time": format_time(now),
-            "cells": tuple(cell.model_copy(update={"phase": "Failed"}) for cell in status.cells),
-            "blockers": tuple(
-                Blocker(
-                    participant=participant,
-                    id=blocker.id[:256],
-                    where=blocker.where[:256],
-                    age_seconds=round(max(0.0, blocker.age_seconds), 3),
-                )
-                for participant, blocker in blockers[:MAX_BLOCKERS]
-            ),
+            "episodes": sum(part.episodes for part in parts),
+            "bytes": sum(part.bytes for part in parts),
+            "pause_seconds": max(paused, default=None),
         }
     )
+    if unfinished := [part for part in parts if part.phase not in TERMINAL]:
+        return _unfinished(status, unfinished, at)
+    status = status.model_copy(update={"completion_time": format_time(at.now)})
+    lost = [part for part in parts if part.phase == "Failed"]
+    if lost:
+        return _told(status, "Failed", lost[0].reason or "Unknown", _losses(parts, lost), at)
+    message = f"{status.episodes} rollouts continue from it"
+    return _told(status, "Succeeded", ConditionReason.PUBLISHED, message, at)
 
 
-def _moved(status: CheckpointStatus, phase: CheckpointPhase) -> CheckpointStatus:
-    """Raises ValueError for a move that is not in the table: a fault of ours."""
-    before = status.phase or "Pending"
-    if before != phase and phase not in TABLE.get(before, frozenset()):
-        raise ValueError(f"a checkpoint does not go from {before} to {phase}")
-    return status
+def _unfinished(status: CheckpointStatus, unfinished: Sequence[CheckpointCell], at: At) -> CheckpointStatus:
+    if not has_begun(status):
+        return _told(status, "Pending", ConditionReason.QUEUED, "waits for its cells", at)
+    phase: CheckpointPhase = "Preparing"
+    if all(part.phase == "Publishing" for part in unfinished):
+        phase = "Publishing"
+    elif all(part.phase in ("Committing", "Publishing") for part in unfinished):
+        phase = "Committing"
+    message = _WHAT_GOES_ON[phase]
+    if len(status.cells) > 1:
+        message = f"{len(status.cells) - len(unfinished)} of {len(status.cells)} cells are done; {message}"
+    return _told(status, phase, ConditionReason.IN_PROGRESS, message, at)
 
 
-def _told(
-    status: CheckpointStatus, phase: CheckpointPhase, reason: str, message: str, generation: int, now: float
-) -> CheckpointStatus:
+def _losses(parts: Sequence[CheckpointCell], lost: Sequence[CheckpointCell]) -> str:
+    """Why parts failed; cells with the same reason are named together."""
+    if len(parts) == 1:
+        return lost[0].message or ""
+    by_message: dict[str, list[int]] = {}
+    for part in lost:
+        by_message.setdefault(part.message or part.reason or "", []).append(part.index)
+    texts = [f"{_cells(indices)}: {message}" for message, indices in by_message.items()]
+    if kept := [part.index for part in parts if part.phase == "Succeeded"]:
+        texts.insert(0, f"{_cells(kept)} published what their own recovery continues from")
+    return "; ".join(texts)
+
+
+def _cells(indices: Sequence[int]) -> str:
+    return f"cell{'s' if len(indices) > 1 else ''} {', '.join(map(str, indices))}"
+
+
+def _with(status: CheckpointStatus, which: Which, part: CheckpointCell) -> CheckpointStatus:
+    """The status with a part replaced. Which cells it is about is fixed with the first part that it names."""
+    parts = {each.index: each for each in status.cells} or {i: CheckpointCell(index=i) for i in which.among}
+    parts[which.index] = part
+    return status.model_copy(update={"cells": tuple(parts[index] for index in sorted(parts))})
+
+
+def _moved(part: CheckpointCell, phase: CheckpointPhase, **update: Any) -> CheckpointCell:
+    """The part in its next phase. Raises ValueError for a move that is not in the table: a fault of ours."""
+    if part.phase != phase and phase not in TABLE.get(part.phase, frozenset()):
+        raise ValueError(f"a checkpoint does not go from {part.phase} to {phase}")
+    return part.model_copy(update={"phase": phase, **update})
+
+
+def _told(status: CheckpointStatus, phase: CheckpointPhase, reason: str, message: str, at: At) -> CheckpointStatus:
+    if status.phase in TERMINAL and status.phase != phase:
+        raise ValueError(f"a checkpoint does not go from {status.phase} to {phase}")
     value = _SUCCEEDED.get(phase, "Unknown")
-    conditions = put(status.conditions, ConditionType.SUCCEEDED, value, reason, message, generation, now)
+    conditions = put(status.conditions, ConditionType.SUCCEEDED, value, reason, message, at.generation, at.now)
     if phase == "Failed":
-        conditions = put(conditions, ConditionType.STALLED, "True", reason, message, generation, now)
+        conditions = put(conditions, ConditionType.STALLED, "True", reason, message, at.generation, at.now)
     return status.model_copy(
         update={
-            "observed_generation": generation,
+            "observed_generation": at.generation,
             "phase": phase,
-            "reason": reason,
+            "reason": reason[:128],
             "message": clip(message),
             "conditions": conditions,
         }

@@ -1,4 +1,5 @@
-"""Which of a stack's GymCheckpoints is next, and what to do about it. One at a time, in order of creation."""
+"""Which of a stack's GymCheckpoints is next, and what to do about each cell's part of it. One checkpoint at a time,
+in order of creation."""
 
 from __future__ import annotations
 
@@ -6,18 +7,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from gym_operator.api.checkpoint import CheckpointStatus
+from gym_operator.api.checkpoint import CheckpointPhase, CheckpointStatus
 from gym_operator.api.conditions import ConditionReason
 from gym_operator.rules.checkpoint_phases import OPEN
 from gym_servers.coordination.record import Stage
 
 PATIENCE_SECONDS: Final = 60.0
-"""How long a checkpoint waits for something that only a person can mend."""
+"""How long a checkpoint waits for something that only a person can mend, and how long all other cells' parts wait for
+the last cells."""
 
 
 @dataclass(frozen=True)
 class Situation:
-    """The stack, as far as a checkpoint depends on it. `open_id` is the checkpoint that the cell's record has open;
+    """A cell, as far as a checkpoint depends on it. `open_id` is the checkpoint that the cell's record has open;
     `obstacle` is what only a person can mend, and the reason for it; `free`: nothing else goes on in the cell.
     `storage_proved`: it was found to do what checkpoints stand on."""
 
@@ -69,14 +71,21 @@ def in_order(checkpoints: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]
     return sorted(checkpoints, key=lambda each: (each["metadata"]["creationTimestamp"], each["metadata"]["name"]))
 
 
-def next_move(status: CheckpointStatus, id: str, hindered: float, situation: Situation) -> Move:
-    """What to do about the first in the queue. `hindered`: for how many seconds the obstacle has been there."""
+def hinders(situation: Situation, last: bool) -> bool:
+    """Whether time runs against a part. `last`: other parts are done, and nothing is left that could be done but to
+    wait for this one."""
+    return situation.obstacle is not None or (last and situation.stage is not Stage.RUNNING)
+
+
+def next_move(phase: CheckpointPhase, id: str, hindered: float, situation: Situation, *, last: bool = False) -> Move:
+    """What to do about a cell's part of the first in the queue. `hindered`: for how many seconds something in
+    `hinders` has been so."""
     if not situation.enabled:
         return Fail(
             ConditionReason.CHECKPOINTS_DISABLED,
             "checkpoints are turned off in this stack; set spec.checkpoints.enabled and create another GymCheckpoint",
         )
-    if (status.phase or "Pending") in OPEN:
+    if phase in OPEN:
         # What the record has open is settled by the cell's controller, which knows what may still be published.
         return Hold() if situation.open_id == id else Resolve()
     if situation.open_id == id:
@@ -85,6 +94,9 @@ def next_move(status: CheckpointStatus, id: str, hindered: float, situation: Sit
         reason, message = situation.obstacle
         return Fail(reason, message) if hindered > PATIENCE_SECONDS else Hold(reason, message)
     if situation.stage is not Stage.RUNNING:
+        if last and hindered > PATIENCE_SECONDS:
+            message = "the cell was not in service, and all others are done"
+            return Fail(ConditionReason.STACK_NOT_READY, message)
         return Hold(ConditionReason.STACK_NOT_READY, "waits until the stack runs")
     if not situation.storage_proved:
         return Hold(ConditionReason.STORAGE_UNPROVED, "waits until the storage has been tried")

@@ -25,19 +25,22 @@ class Storage:
 
 @dataclass(frozen=True)
 class CellSeen:
-    """One cell, as it was seen last. `waits` is what its controller waits for."""
+    """One cell, as it was seen last. `waits` is what its controller waits for; `stopping`: the spec does not have it
+    any more."""
 
     index: int
     pods: Mapping[str, PodState] = field(default_factory=dict)
     statuses: Mapping[str, Status] = field(default_factory=dict)
     record: CellRecord | None = None
     waits: str = ""
+    stopping: bool = False
 
 
 @dataclass(frozen=True)
 class Observed:
     """All that a stack's status says. `cells` is empty where the spec was never readable; `waits` is what the stack
-    as a whole waits for."""
+    as a whole waits for. `last_checkpoint` is the newest of all cells, `last_of` the newest of each, as far as they
+    were published since the operator began."""
 
     generation: int
     participants: Sequence[Participant]
@@ -49,6 +52,7 @@ class Observed:
     storage: Storage | None = None
     checkpoint: str | None = None
     last_checkpoint: LastCheckpoint | None = None
+    last_of: Mapping[int, LastCheckpoint] = field(default_factory=dict)
 
     def name_of(self, cell: CellSeen) -> str:
         """How a message begins that is about one cell: without a number where there is only one."""

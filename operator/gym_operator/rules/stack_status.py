@@ -7,7 +7,7 @@ from typing import Final
 
 from gym_operator.api.conditions import Condition, ConditionReason, ConditionStatus, ConditionType
 from gym_operator.api.objects import clip
-from gym_operator.api.stack import CellStatus, StackPhase, StackStatus
+from gym_operator.api.stack import CellStatus, CollectionProgress, StackPhase, StackStatus
 from gym_operator.rules import cell_status as cells
 from gym_operator.rules.cell_status import Verdict
 from gym_operator.rules.conditions import put
@@ -23,12 +23,14 @@ Told = tuple[ConditionStatus, str, str]
 def stack_status(before: StackStatus, seen: Observed, now: float) -> StackStatus:
     """The status to write. The cells' records are not part of it: who writes the status adds them."""
     known = {cell.index: cell for cell in before.cells}
-    progress = {cell.index: cells.cell_progress(known.get(cell.index), cell, seen) for cell in seen.cells}
-    verdicts = {cell.index: cells.cell_verdict(cell, progress[cell.index], seen) for cell in seen.cells}
-    parts = dict(known)
+    # Where the spec was never readable, nobody knows which cells there are to be.
+    parts = {index: cells.stopped(cell, seen) if seen.cells else cell for index, cell in known.items()}
+    verdicts = {}
     for cell in seen.cells:
-        parts[cell.index] = cells.cell_status(cell, verdicts[cell.index], progress[cell.index], seen)
-    verdict = cells.common_verdict(seen) or _summary([verdicts[cell.index] for cell in seen.cells], seen.cells)
+        verdict = verdicts[cell.index] = cells.cell_verdict(known.get(cell.index), cell, seen)
+        parts[cell.index] = cells.cell_status(known.get(cell.index), cell, verdict, seen)
+    staying = [cell for cell in seen.cells if not cell.stopping]
+    verdict = cells.common_verdict(seen) or _summary([verdicts[cell.index] for cell in staying], staying)
     conditions = before.conditions
     for type, (value, reason, message) in _conditions(seen, verdict, verdicts).items():
         conditions = put(conditions, type, value, reason, message, seen.generation, now)
@@ -37,6 +39,7 @@ def stack_status(before: StackStatus, seen: Observed, now: float) -> StackStatus
         phase=verdict.phase,
         attempt=max((cell.attempt for cell in parts.values()), default=0),
         last_checkpoint=seen.last_checkpoint or before.last_checkpoint,
+        collection=_total([parts[cell.index].collection for cell in staying]),
         cells=tuple(parts[index] for index in sorted(parts)),
         conditions=_in_use(conditions, seen),
     )
@@ -49,7 +52,7 @@ def differs_in_progress_only(one: StackStatus, other: StackStatus) -> bool:
         def bare(cell: CellStatus) -> CellStatus:
             return cell.model_copy(update={"collection": None, "record": None})
 
-        return status.model_copy(update={"cells": tuple(bare(cell) for cell in status.cells)})
+        return status.model_copy(update={"cells": tuple(bare(cell) for cell in status.cells), "collection": None})
 
     return without(one) == without(other)
 
@@ -62,6 +65,19 @@ def warnings(seen: Observed) -> list[tuple[str, str]]:
     for cell in seen.cells:
         found += [(reason, f"{seen.name_of(cell)}{message}") for reason, message in cells.problems(cell, seen)]
     return found
+
+
+def _total(counts: Sequence[CollectionProgress | None]) -> CollectionProgress | None:
+    """What the drivers of all cells have done together; None where there is no driver."""
+    known = [each for each in counts if each is not None]
+    if not known:
+        return None
+    return CollectionProgress(
+        expected=sum(each.expected for each in known),
+        rows=sum(each.rows for each in known),
+        failed=sum(each.failed for each in known),
+        complete=len(known) == len(counts) and all(each.complete for each in known),
+    )
 
 
 def _summary(verdicts: Sequence[Verdict], among: Sequence[CellSeen]) -> Verdict:

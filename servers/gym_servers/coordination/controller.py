@@ -91,7 +91,7 @@ class CellHost(Protocol):
 
 @dataclass(frozen=True)
 class CellSettings:
-    """Which cell, and how it is treated. Times in seconds."""
+    """Which cell, and how it is treated. Times in seconds; the record keeps the last `kept_recoveries`."""
 
     stack_uid: str
     cell: int
@@ -103,6 +103,7 @@ class CellSettings:
     commit_timeout: float = 120.0
     lease_grace: float = 60.0
     previous_token: str = field(default="", repr=False)
+    kept_recoveries: int = KEPT_RECOVERIES
 
 
 @dataclass(frozen=True)
@@ -326,7 +327,7 @@ class CellController:
             pins={},
             restore=choice,
             failures=failures,
-            recoveries=[*record.recoveries, recovery][-KEPT_RECOVERIES:],
+            recoveries=[*record.recoveries, recovery][-self.settings.kept_recoveries :],
         )
         source = f"checkpoint {choice.name}" if choice else "the input"
         await self._host.announce("Warning", "Recovering", f"{reason}; attempt {attempt} continues from {source}")

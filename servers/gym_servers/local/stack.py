@@ -51,6 +51,10 @@ def local_stack(manifest: dict[str, Any], folder: Path) -> LocalStack:
     participants = spec.participants()
     for participant in participants:
         check_server(participant.kind, participant.server)
+    if spec.cells > 1:
+        raise SettingsError(
+            f"the local runner runs one cell, not {spec.cells}: set cells: 1, or create the stack in a cluster"
+        )
     if not spec.checkpoints.enabled or spec.checkpoints.storage is None:
         raise SettingsError("the local runner coordinates by checkpoints: set checkpoints.storage.directory")
     folder.mkdir(parents=True, exist_ok=True)

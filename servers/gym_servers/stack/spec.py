@@ -23,7 +23,6 @@ from gym_servers.stack.wire import (
     LABEL_HINT,
     LABEL_PATTERN,
     LOCAL_ONLY,
-    RULES,
     WireModel,
     list_map,
     matches,
@@ -32,6 +31,7 @@ from gym_servers.stack.wire import (
 )
 
 COLLECTION = "collection"
+MAX_CELLS = 64
 MAX_WORKLOAD_NAME = 52
 """Longest `<stack>-<server>`: a StatefulSet puts its name and a hash into a label of 63 characters."""
 
@@ -46,7 +46,6 @@ _ONE_OF_EACH = {
 _RESOURCES = "at least one server of kind resources is needed, such as name: counter, kind: resources"
 _RESERVED = "the name collection belongs to the driver that the collection block adds: choose another name"
 _CELL_LIKE = "a server's name cannot end in a dash and a number, which is how cells are told apart"
-_ONE_CELL = "more than one cell is not supported yet: set cells: 1"
 _NEEDS_STORAGE = "checkpoints need a place: set storage.s3.bucket, or turn them off with enabled: false"
 _URI_STORAGE = "s3:// URIs of the collection need checkpoints.storage.s3, which says how to reach S3"
 _OUTPUT_S3 = "output must be an s3:// URI: what a pod writes to its own disk dies with the pod"
@@ -262,6 +261,9 @@ class CheckpointsSpec(WireModel):
     """How long rollouts have to reach a point from which they can continue."""
     commit_timeout: Duration = "120s"
     """How long the servers have to write their records."""
+    cell_order: Literal["OneByOne", "Together"] = "OneByOne"
+    """OneByOne checkpoints one cell after the other, so that most of the stack never pauses; Together checkpoints all
+    cells at once."""
 
     @model_validator(mode="after")
     def _has_a_place(self) -> Self:
@@ -309,8 +311,8 @@ class StackSpec(WireModel):
     """Secrets for the image's registry."""
     service_account_name: ObjectName | None = None
     """Service account of the pods: where a cloud role for S3 is attached. Its token is not mounted."""
-    cells: Annotated[int, Field(ge=1, json_schema_extra={RULES: [rule("self == 1", _ONE_CELL)]})] = 1
-    """Independent copies of all servers. Only 1 is supported yet."""
+    cells: int = Field(1, ge=1, le=MAX_CELLS)
+    """Independent copies of all servers. Each is checkpointed, fails and recovers on its own."""
     servers: Annotated[list[ServerSpec], Field(min_length=1, max_length=16, json_schema_extra=list_map("name"))]
     """The servers: one environment, one model, one agent, and one or more of kind resources."""
     collection: CollectionSpec | None = None
@@ -330,8 +332,6 @@ class StackSpec(WireModel):
         return self
 
     def _problems(self) -> Iterator[str]:
-        if self.cells != 1:
-            yield _ONE_CELL
         kinds = Counter(server.kind for server in self.servers)
         for kind, message in _ONE_OF_EACH.items():
             if kinds[kind] != 1:  # type: ignore[index]

@@ -53,7 +53,7 @@ class HollowNode:
 
     def __init__(self, kube: Kube, folder: Path, network: int) -> None:
         self._kube, self._folder, self._network = kube, folder, network
-        self._addresses: dict[tuple[str, str], str] = {}
+        self._addresses: dict[tuple[str, str, int], str] = {}
         self._containers: dict[str, _Container] = {}
         self._numbers = itertools.count(1)
         self._http = httpx.AsyncClient(trust_env=False, timeout=1.0)
@@ -73,15 +73,17 @@ class HollowNode:
                 await _kill(container)
             await self._http.aclose()
 
-    def kill(self, server: str, number: int = signal.SIGKILL) -> None:
+    def kill(self, server: str, number: int = signal.SIGKILL, *, cell: int = 0) -> None:
         """Kill the process of a server, as if its container had died."""
         for container in self._containers.values():
-            if _label(container.pod, names.SERVER_LABEL) == server and container.process is not None:
+            meant = _label(container.pod, names.SERVER_LABEL) == server and _cell(container.pod) == cell
+            if meant and container.process is not None:
                 container.process.send_signal(number)
 
-    def address(self, stack: str, server: str) -> str:
-        """The loopback address of a server: the same over all its pods, since there is no name service here."""
-        key = (stack, server)
+    def address(self, stack: str, server: str, cell: int = 0) -> str:
+        """The loopback address of a server in a cell: the same over all its pods, since there is no name service
+        here."""
+        key = (stack, server, cell)
         if key not in self._addresses:
             self._addresses[key] = f"127.77.{self._network}.{10 + len(self._addresses)}"
         return self._addresses[key]
@@ -108,7 +110,7 @@ class HollowNode:
         if container is None:
             server, stack = _label(pod, names.SERVER_LABEL), _label(pod, names.STACK_LABEL)
             await self._bind(pod)
-            container = self._containers[uid] = _Container(pod, self.address(stack, server))
+            container = self._containers[uid] = _Container(pod, self.address(stack, server, _cell(pod)))
         pause = RESTART_SECONDS if container.id else 0.0
         if container.process is None and time.monotonic() - container.ended_at >= pause:
             await self._start(container)
@@ -146,18 +148,21 @@ class HollowNode:
     async def _start(self, container: _Container) -> None:
         pod = container.pod
         namespace = pod["metadata"]["namespace"]
-        stack, server = _label(pod, names.STACK_LABEL), _label(pod, names.SERVER_LABEL)
+        stack, server, cell = _label(pod, names.STACK_LABEL), _label(pod, names.SERVER_LABEL), _cell(pod)
         config = await self._kube.get(CHILDREN["ConfigMap"], namespace, names.config_map(stack))
         text = re.sub(
             r"http://([a-z0-9-]+)-\{cell\}:8000",
-            lambda match: f"http://{self.address(stack, match[1].removeprefix(f'{stack}-'))}:8000",
+            lambda match: f"http://{self.address(stack, match[1].removeprefix(f'{stack}-'), cell)}:8000",
             config["data"][f"{server}.json"],
         )
         folder = self._folder / pod["metadata"]["name"]
         folder.mkdir(parents=True, exist_ok=True)
         settings = {**json.loads(text), "host": container.address}
+        if "collection" in settings:
+            (folder / "cells").write_text(config["data"]["cells"])
+            settings["collection"]["cells_file"] = str(folder / "cells")
         (folder / "settings.json").write_text(json.dumps(settings))
-        environment = {**os.environ, **await self._mounted(pod, folder), "GYM_CELL": "0"}
+        environment = {**os.environ, **await self._mounted(pod, folder), "GYM_CELL": str(cell)}
         with (folder / "log").open("ab") as log:
             container.process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "gym_servers", "serve", "--settings", str(folder / "settings.json")),
@@ -261,6 +266,10 @@ async def _kill(container: _Container) -> None:
 
 def _label(pod: Mapping[str, Any], label: str) -> str:
     return str(pod["metadata"]["labels"][label])
+
+
+def _cell(pod: Mapping[str, Any]) -> int:
+    return int(pod["metadata"]["name"].rpartition("-")[2])
 
 
 def _write_all(folder: Path, data: Mapping[str, str]) -> None:

@@ -138,11 +138,21 @@ class Rig:
     plane_type: type[ControlPlane] = ControlPlane
 
     def __init__(
-        self, folder: Path, settings: Mapping[str, ServerSettings], root: str, *, rate: float, backoff_limit: int = 5
+        self,
+        folder: Path,
+        settings: Mapping[str, ServerSettings],
+        root: str,
+        *,
+        rate: float,
+        backoff_limit: int = 5,
+        beside: Rig | None = None,
+        suffix: str = "",
     ) -> None:
-        self.folder, self.settings = folder, settings
+        """`beside`: another cell of the same stack, in whose network this one is; `suffix` is what its hosts' names
+        end with there."""
+        self.folder, self.settings, self._suffix = folder, settings, suffix
         self.wall = asyncio.get_running_loop().time  # bound: threads ask it too
-        self.network = Network()
+        self.network: Network = beside.network if beside is not None else Network()
         self.processes_by_name: dict[str, Running] = {}
         self.saved: list[CellRecord] = []
         self.on_save: Callable[[CellRecord], None] = lambda record: None
@@ -151,8 +161,9 @@ class Rig:
         self.journal_file = RigJournal(folder / "journal.jsonl")
         self.bucket: Bucket | None = None  # where it is set, all storage goes through it
         self._control_apps: list[tuple[_Switch, Any]] = []
-        engine = Alive("engine")
-        self.network.listen("engine", engine_app(rate, self.journal_file.of(engine)), engine)
+        if beside is None:
+            engine = Alive("engine")
+            self.network.listen("engine", engine_app(rate, self.journal_file.of(engine)), engine)
         self.http = self.network.client()
         self.root, self.backoff_limit = root, backoff_limit
         self.controller = self.coordinator(None)
@@ -161,6 +172,9 @@ class Rig:
     def coordinator(self, record: CellRecord | None) -> CellController:
         """A coordinator of this cell, such as one that takes over."""
         return CellController(self, self.cell_settings(), open_store, self.http, record, wall=self.wall)
+
+    def control_host(self, name: str) -> str:
+        return f"{name}{self._suffix}-control"
 
     def cell_settings(self, **changes: Any) -> CellSettings:
         return CellSettings(
@@ -190,7 +204,13 @@ class Rig:
             if running is None or running.alive.died.is_set():
                 self.start(name)
         return [
-            Process(name, one.settings.kind, one.incarnation, not one.alive.died.is_set(), f"http://{name}-control")
+            Process(
+                name,
+                one.settings.kind,
+                one.incarnation,
+                not one.alive.died.is_set(),
+                f"http://{self.control_host(name)}",
+            )
             for name, one in self.processes_by_name.items()
         ]
 
@@ -210,7 +230,7 @@ class Rig:
 
     def start(self, name: str) -> Running:
         self._count += 1
-        alive = Alive(f"{name}-{self._count}")
+        alive = Alive(f"{name}{self._suffix}-{self._count}")
         client = partial(httpx.AsyncClient, transport=self.network.transport(alive))
         opener = self.opener(alive)
         with (
@@ -228,8 +248,8 @@ class Rig:
         if self.settings[name].checkpoint.enabled:
             grace = self.settings[name].checkpoint.lease_grace_seconds
             plane = self.plane_type(server.participant, server.author, opener, grace=grace, wall=self.wall)
-            self.network.listen(f"{name}-control", self._control_app(plane), alive)
-        self.network.listen(name, server.app, alive)
+            self.network.listen(self.control_host(name), self._control_app(plane), alive)
+        self.network.listen(f"{name}{self._suffix}", server.app, alive)
         background = None
         if server.background is not None:
             background = asyncio.get_running_loop().create_task(_run(server.background), context=alive.context())
@@ -262,7 +282,7 @@ class Rig:
     def client(self, name: str) -> ParticipantClient:
         """The coordinator's client of a process, for a test that plays the coordinator."""
         return ParticipantClient(
-            name, self.settings[name].kind, f"http://{name}-control", TOKEN, self.http, self.wall
+            name, self.settings[name].kind, f"http://{self.control_host(name)}", TOKEN, self.http, self.wall
         )
 
     # ---- driving ------------------------------------------------------------------------------------------
@@ -318,9 +338,16 @@ class Rig:
 
 
 def rig_settings(
-    folder: Path, rows: Iterable[Mapping[str, Any]], **spec: Any
+    folder: Path,
+    rows: Iterable[Mapping[str, Any]],
+    *,
+    index: int = 0,
+    suffix: str = "",
+    cells_file: Path | None = None,
+    **spec: Any,
 ) -> tuple[dict[str, ServerSettings], str]:
-    """The settings of a counter stack's processes, and the root of its checkpoints."""
+    """The settings of a counter stack's processes, and the root of its checkpoints. `index` is the cell, `suffix` as
+    in `Rig`."""
     folder.mkdir(parents=True, exist_ok=True)
     tasks = folder / "tasks.jsonl"
     tasks.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -341,9 +368,10 @@ def rig_settings(
         **spec,
     }
     parsed = parse_spec({name: value for name, value in document.items() if value is not None})
-    rendered = render_settings(IDENTITY, parsed, lambda server: f"http://{server}")
-    root = checkpoint_root(parsed.checkpoints.storage, IDENTITY, 0) if parsed.checkpoints.storage else ""
-    return {name: ServerSettings.model_validate(values) for name, values in rendered.items()}, root
+    file = str(cells_file) if cells_file is not None else None
+    rendered = render_settings(IDENTITY, parsed, lambda server: f"http://{server}{suffix}", cells_file=file)
+    root = checkpoint_root(parsed.checkpoints.storage, IDENTITY, index) if parsed.checkpoints.storage else ""
+    return {name: ServerSettings.model_validate({**values, "cell": index}) for name, values in rendered.items()}, root
 
 
 @asynccontextmanager

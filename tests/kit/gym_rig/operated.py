@@ -83,17 +83,38 @@ class Operator:
 
 
 class OperatedRig:
-    """The stack `local/rig`. `cell` has its processes; its own coordinator is not used."""
+    """The stack `local/rig`. `cells` have its processes, `cell` is the first of them; their own coordinators are not
+    used."""
 
     def __init__(self, folder: Path, rows: Iterable[Mapping[str, Any]], rate: float, spec: Mapping[str, Any]) -> None:
-        settings, root = rig_settings(folder, rows)
-        self.cell = Rig(folder, settings, root, rate=rate)
+        self.folder, self._rows, self._rate = folder, list(rows), rate
+        self._cells_file = folder / "cells"
+        self._cells_file.write_text("1\n")  # until the operator has said how many there are
+        self.spec = _spec(folder, spec)
+        self.cells: dict[int, Rig] = {}
+        self.cell = self._rig_of(0)
         self.kube = FakeKube(asyncio.get_running_loop().time)
         self.operator: Operator | None = None
-        self.spec = _spec(folder, spec)
-        self._containers: dict[str, tuple[str, str]] = {}
+        self._containers: dict[str, tuple[int, str, str]] = {}
         self._kubelet = asyncio.create_task(self._run_pods())
         self.pods_may_start = True
+        self.held_back: set[int] = set()  # cells whose pods do not come up once they are gone
+
+    def _rig_of(self, index: int) -> Rig:
+        """The processes of a cell. Addresses of the first cell are its servers' names."""
+        if index not in self.cells:
+            suffix = f"-{index}" if index else ""
+            settings, root = rig_settings(
+                self.folder,
+                self._rows,
+                index=index,
+                suffix=suffix,
+                cells_file=self._cells_file,
+                collection=self.spec["collection"],
+            )
+            beside = self.cells.get(0)
+            self.cells[index] = Rig(self.folder, settings, root, rate=self._rate, beside=beside, suffix=suffix)
+        return self.cells[index]
 
     # ---- the cluster --------------------------------------------------------------------------------------
 
@@ -115,25 +136,40 @@ class OperatedRig:
         body = {"metadata": {"name": name}, "spec": {"stackRef": {"name": IDENTITY.name}, **spec}}
         self.kube.put(CHECKPOINTS, IDENTITY.namespace, body)
 
+    def pods(self, cell: int | None = None) -> dict[str, str]:
+        """The UIDs of the pods by name, of one cell or of all."""
+        return {
+            name: body["metadata"]["uid"]
+            for (resource, _, name), body in self.kube.objects.items()
+            if resource == PODS and (cell is None or name.endswith(f"-{cell}"))
+        }
+
     async def _run_pods(self) -> None:
         while True:
             self._see_to_pods()
             await asyncio.sleep(LOOK_SECONDS)
 
     def _see_to_pods(self) -> None:
-        """A pod for each StatefulSet that wants one, and a process in each pod."""
+        """A pod for each cell of each StatefulSet that wants one, and a process in each pod."""
+        config = self.kube.objects.get((CHILDREN["ConfigMap"], IDENTITY.namespace, names.config_map(IDENTITY.name)))
+        if config is not None:
+            self._cells_file.write_text(config["data"]["cells"])
         wanted = {
-            body["metadata"]["name"] + "-0": body
+            f"{body['metadata']['name']}-{index}": body
             for (resource, _, _), body in self.kube.objects.items()
-            if resource == CHILDREN["StatefulSet"] and body["spec"]["replicas"] and self.pods_may_start
+            if resource == CHILDREN["StatefulSet"] and self.pods_may_start
+            for index in range(body["spec"]["replicas"])
         }
         present = {name: body for (resource, _, name), body in self.kube.objects.items() if resource == PODS}
         for name in set(self._containers) - set(present):
-            self.cell.kill(self._containers.pop(name)[0])
+            index, server, _ = self._containers.pop(name)
+            self.cells[index].kill(server)
         for name in set(present) - set(wanted):
             self.kube.remove(PODS, IDENTITY.namespace, name)
         for name, stateful_set in wanted.items():
             if name not in present:
+                if int(name.rpartition("-")[2]) in self.held_back:
+                    continue
                 template = stateful_set["spec"]["template"]
                 metadata = {"name": name, "labels": template["metadata"]["labels"]}
                 self.kube.put(PODS, IDENTITY.namespace, {"metadata": metadata, "spec": template["spec"]})
@@ -141,26 +177,26 @@ class OperatedRig:
                 self._see_to_process(name, present[name])
 
     def _see_to_process(self, name: str, pod: Body) -> None:
-        server = pod["metadata"]["labels"][names.SERVER_LABEL]
-        known = self._containers.get(name)
-        if known is not None and known[1].startswith(pod["metadata"]["uid"]):
-            running = self.cell.processes_by_name[server]
+        server, index = pod["metadata"]["labels"][names.SERVER_LABEL], int(name.rpartition("-")[2])
+        cell, known = self._rig_of(index), self._containers.get(name)
+        if known is not None and known[2].startswith(pod["metadata"]["uid"]):
+            running = cell.processes_by_name[server]
             if not running.alive.died.is_set():
                 return
             if "running" in pod["status"]["containerStatuses"][0]["state"]:
                 ended = {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}
-                self._tell(name, server, running.incarnation, ended)
+                self._tell(name, cell.control_host(server), running.incarnation, ended)
                 return  # started again at the next look, as a kubelet does in place
-        if known is not None and not self.cell.processes_by_name[server].alive.died.is_set():
-            self.cell.kill(server)  # the one of the pod before
-        started = self.cell.start(server)
-        self._containers[name] = (server, f"{pod['metadata']['uid']}/{started.incarnation}")
-        self._tell(name, server, started.incarnation, {"running": {}})
+        if known is not None and not cell.processes_by_name[server].alive.died.is_set():
+            cell.kill(server)  # the one of the pod before
+        started = cell.start(server)
+        self._containers[name] = (index, server, f"{pod['metadata']['uid']}/{started.incarnation}")
+        self._tell(name, cell.control_host(server), started.incarnation, {"running": {}})
 
-    def _tell(self, name: str, server: str, container: str, state: Body) -> None:
+    def _tell(self, name: str, address: str, container: str, state: Body) -> None:
         status = {
             "phase": "Running",
-            "podIP": f"{server}-control",
+            "podIP": address,
             "containerStatuses": [{"name": "server", "containerID": container, "state": state}],
             "conditions": [{"type": "Ready", "status": "True" if "running" in state else "False"}],
         }
@@ -201,13 +237,22 @@ class OperatedRig:
     def conditions(self) -> dict[str, Body]:
         return {each["type"]: each for each in self.status().get("conditions", ())}
 
-    def record(self) -> Body:
-        cells = self.status().get("cells") or [{}]
-        record: Body = cells[0].get("record") or {}
+    def part(self, cell: int = 0) -> Body:
+        """What the status says of a cell."""
+        cells: list[Body] = self.status().get("cells") or []
+        return next((each for each in cells if each["index"] == cell), {})
+
+    def record(self, cell: int = 0) -> Body:
+        record: Body = self.part(cell).get("record") or {}
         return record
 
-    def in_service(self, attempt: int = 0) -> bool:
-        return self.record().get("stage") == "running" and self.record().get("attempt", 0) >= attempt
+    def in_service(self, attempt: int = 0, cell: int = 0) -> bool:
+        record = self.record(cell)
+        return record.get("stage") == "running" and record.get("attempt", 0) >= attempt
+
+    def all_in_service(self) -> bool:
+        """Whether each cell that the spec has is."""
+        return all(self.in_service(cell=index) for index in range(self.spec.get("cells", 1)))
 
     def final(self, checkpoint: str) -> bool:
         return self.status(CHECKPOINTS, checkpoint).get("phase") in TERMINAL
@@ -217,7 +262,12 @@ class OperatedRig:
 
     def phases(self) -> set[str]:
         """Where the participants stand."""
-        return {str(one.server.participant.gate.phase) for one in self.cell.processes_by_name.values()}
+        return {
+            str(one.server.participant.gate.phase)
+            for cell in self.cells.values()
+            for one in cell.processes_by_name.values()
+            if not one.alive.died.is_set()
+        }
 
     async def reaches(self, checkpoint: str, phase: str) -> None:
         """Wait until a checkpoint is in a phase, however short that is."""
@@ -245,7 +295,8 @@ class OperatedRig:
     async def end(self) -> None:
         self.kill_operator()
         self._kubelet.cancel()
-        self.cell.kill()
+        for cell in self.cells.values():
+            cell.kill()
         ours = asyncio.current_task()
         # What a killed operator left waits for ever, and again after each cancellation it wants to clean up after.
         while left := [task for task in asyncio.all_tasks() if task is not ours]:

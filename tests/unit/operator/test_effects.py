@@ -42,6 +42,7 @@ from gym_operator.effects.status_writers import CheckpointWriter, Gone, StackWri
 from gym_operator.effects.storage import StackStorage
 from gym_operator.effects.transport import PodTransport
 from gym_operator.effects.worker import StackWorker
+from gym_operator.rules import checkpoint_phases as phases
 from gym_operator.rules.workloads import StackContext
 from gym_rig.fake_kube import FakeKube
 from gym_servers.coordination.record import CellRecord, OpenCheckpoint, Pin, Stage
@@ -118,6 +119,30 @@ async def test_a_record_that_has_not_changed_is_written_all_the_same(kube: FakeK
         await writer.save_record(0, record)
 
 
+async def test_each_cells_record_is_fenced_on_its_own(kube: FakeKube) -> None:
+    """Another operator has written the record of one cell: it stands, and the other cells go on."""
+    writer, other = stack(kube), StackWriter(kube, NS, "demo", STACK_UID)
+    await writer.load()
+    await writer.save_record(0, CellRecord(attempt=1))
+    await writer.save_record(2, CellRecord(attempt=2))
+    await other.load()
+    await other.save_record(2, CellRecord(attempt=7))
+    await writer.save_record(0, CellRecord(attempt=3))
+    assert await writer.write(lambda status: status.model_copy(update={"phase": "Running"}))
+    status = kube.objects[STACKS, NS, "demo"]["status"]
+    assert [(cell["index"], cell["record"]) for cell in status["cells"]] == [(0, {"attempt": 3}), (2, {"attempt": 7})]
+    assert status["attempt"] == 7
+    assert [writer.superseded(cell) for cell in (0, 1, 2)] == [False, False, True]
+    with pytest.raises(Superseded, match="cell 2"):
+        await writer.save_record(2, CellRecord(attempt=4))
+    await other.save_record(2, CellRecord(attempt=8))
+    await writer.reload(2)
+    assert writer.record(2) == CellRecord(attempt=8)
+    await writer.save_record(2, CellRecord(attempt=9))
+    with pytest.raises(Superseded, match="cell 2"):
+        await other.save_record(2, CellRecord(attempt=10))
+
+
 async def test_an_own_write_whose_answer_was_lost_is_known_again(kube: FakeKube) -> None:
     writer = stack(kube)
     await writer.load()
@@ -151,13 +176,33 @@ async def test_a_stack_made_again_is_not_ours(kube: FakeKube) -> None:
 async def test_a_checkpoint_is_written_by_one_only(kube: FakeKube) -> None:
     body = kube.put(CHECKPOINTS, NS, {"metadata": {"name": "one"}, "spec": {}})
     ours, theirs = (CheckpointWriter(kube, body, CheckpointStatus()) for _ in range(2))
-    await theirs.write(CheckpointStatus(phase="Preparing"))
+    await theirs.write(lambda _: CheckpointStatus(phase="Preparing"))
     with pytest.raises(Superseded):
-        await ours.write(CheckpointStatus(phase="Failed"))
-    await ours.write(CheckpointStatus())  # nothing to write
+        await ours.write(lambda _: CheckpointStatus(phase="Failed"))
+    await ours.write(lambda status: status)  # nothing to write
     kube.remove(CHECKPOINTS, NS, "one")
     with pytest.raises(Gone):
-        await theirs.write(CheckpointStatus(phase="Committing"))
+        await theirs.write(lambda _: CheckpointStatus(phase="Committing"))
+
+
+async def test_two_cells_write_their_parts_at_the_same_time_and_none_is_lost(kube: FakeKube) -> None:
+    body = kube.put(CHECKPOINTS, NS, {"metadata": {"name": "one"}, "spec": {}})
+    writer = CheckpointWriter(kube, body, CheckpointStatus())
+    answered = kube.replace_status
+
+    async def slow(*arguments: Any) -> Any:
+        await asyncio.sleep(0)
+        return await answered(*arguments)
+
+    kube.replace_status = slow  # type: ignore[method-assign]
+
+    def part(index: int) -> Callable[[CheckpointStatus], CheckpointStatus]:
+        which, at = phases.Which(index, (0, 1)), phases.At(1, 1.8e9)
+        return lambda status: phases.under_way(status, which, "Preparing", "id", f"s3://b/{index}", 0, (), {}, at)
+
+    await asyncio.gather(writer.write(part(0)), writer.write(part(1)))
+    cells = kube.objects[CHECKPOINTS, NS, "one"]["status"]["cells"]
+    assert [cell["uri"] for cell in cells] == ["s3://b/0", "s3://b/1"]
 
 
 # ---- children ---------------------------------------------------------------------------------------------

@@ -76,12 +76,14 @@ STACKS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
 
 
 def checkpoint(phase: str) -> dict[str, Any]:
-    waiting = checkpoint_phases.waiting(CheckpointStatus(), ConditionReason.QUEUED, "waits", GENERATION, NOW)
+    at = checkpoint_phases.At(GENERATION, NOW)
+    which = checkpoint_phases.Which(0)
+    waiting = checkpoint_phases.waiting(CheckpointStatus(), which, ConditionReason.QUEUED, "waits", at)
     match phase:
         case "Pending":
             return waiting.document()
         case "Failed":
-            return checkpoint_phases.failed(waiting, "PrepareTimeout", "not ready", GENERATION, NOW).document()
+            return checkpoint_phases.failed(waiting, "PrepareTimeout", "not ready", at).document()
         case _:
             condition = {"type": "Succeeded", "status": "True", "reason": "Published", "message": "3 rollouts"}
             return {**waiting.document(), "phase": "Succeeded", "conditions": [condition]}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gym_operator.api.checkpoint import CheckpointParticipant, CheckpointStatus, GymCheckpoint
+from gym_operator.api.checkpoint import CheckpointCell, CheckpointParticipant, CheckpointStatus, GymCheckpoint
 from gym_operator.api.stack import CellStatus, GymStack, StackParticipant, StackStatus
 from gym_servers.stack.spec import SpecError
 
@@ -61,9 +61,8 @@ def test_a_checkpoint_and_its_status() -> None:
     )
     assert checkpoint.spec.labels == {"step": "7"}
     assert checkpoint.spec.timeouts is not None and checkpoint.spec.timeouts.commit is None
-    status = CheckpointStatus(
-        checkpoint_id="c1", participants=(CheckpointParticipant(name="env", kind="environment", records=3),)
-    )
+    participant = CheckpointParticipant(name="env", kind="environment", records=3)
+    status = CheckpointStatus(checkpoint_id="c1", cells=(CheckpointCell(index=2, participants=(participant,)),))
     assert status.document()["checkpointID"] == "c1"
     assert CheckpointStatus.model_validate(status.document()) == status
 

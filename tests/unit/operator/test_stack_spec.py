@@ -20,6 +20,7 @@ def test_defaults_are_filled_in(spec_document: dict[str, Any]) -> None:
     assert spec.cells == 1
     assert spec.checkpoints.enabled
     assert (spec.checkpoints.prepare_timeout, spec.checkpoints.commit_timeout) == ("60s", "120s")
+    assert spec.checkpoints.cell_order == "OneByOne"
     assert (spec.recovery.policy, spec.recovery.backoff_limit) == ("Restore", 5)
     assert spec.collection is not None
     assert (spec.collection.repeats, spec.collection.concurrency, spec.collection.max_failures) == (1, 64, 3)
@@ -45,7 +46,9 @@ def test_the_local_runner_needs_no_image_and_no_bucket(spec_document: dict[str, 
 
 
 REFUSALS: list[tuple[Change, str]] = [
-    (lambda s: s.update(cells=2), "more than one cell is not supported yet"),
+    (lambda s: s.update(cells=0), "greater than or equal to 1"),
+    (lambda s: s.update(cells=65), "less than or equal to 64"),
+    (lambda s: s["checkpoints"].update(cellOrder="Random"), "'OneByOne' or 'Together'"),
     (lambda s: s["servers"].pop(0), "exactly one server of kind environment"),
     (lambda s: s["servers"].pop(1), "exactly one server of kind model"),
     (lambda s: s["servers"].pop(2), "exactly one server of kind agent"),

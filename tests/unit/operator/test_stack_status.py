@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from gym_operator.api.conditions import ConditionReason, get_condition
-from gym_operator.api.stack import StackStatus
+from gym_operator.api.conditions import ConditionReason, ConditionType, get_condition
+from gym_operator.api.stack import LastCheckpoint, StackStatus
 from gym_operator.rules.cell_record import from_document, to_document
 from gym_operator.rules.observed import CellSeen, Observed, Storage
 from gym_operator.rules.pod_state import PodState
@@ -17,11 +19,12 @@ from gym_operator.rules.stack_status import differs_in_progress_only, stack_stat
 from gym_operator.rules.watch_health import SILENT_SECONDS, Watches
 from gym_servers.coordination.record import CellRecord, Choice, OpenCheckpoint, Pin, Recovery, Stage
 from gym_servers.protocol.messages import Report, Status
-from gym_servers.stack.spec import Participant
+from gym_servers.stack.spec import MAX_CELLS, Participant
 
 NOW = 1_800_000_000.0
 PARTICIPANTS = (Participant("env", "environment", "single-agent-turn"), Participant("collection", "collection", "c"))
 CHOICE = Choice(uri="s3://b/c", digest="d", checkpoint_id="one-1", name="one")
+LAST = LastCheckpoint(name="one", id="one-1", uri="s3://b/c", digest="d", time="2027-01-15T08:00:00Z")
 GOOD = Storage(True, ConditionReason.STORAGE_REACHABLE, "it can be written")
 
 
@@ -204,6 +207,110 @@ def test_conditions_that_no_longer_apply_are_taken_away() -> None:
     before, _ = look(seen(CellRecord(stage=Stage.RUNNING), checkpoint="one"))
     after = stack_status(before, seen(None, checkpoints_enabled=False, storage=None), NOW)
     assert {each.type for each in after.conditions} == {"Ready", "Stalled", "Recovering"}
+
+
+# ---- several cells ----------------------------------------------------------------------------------------
+
+RUNNING = CellRecord(stage=Stage.RUNNING, attempt=1)
+DYING = CellRecord(stage=Stage.REPLACING, attempt=3, recoveries=[recovery(None)])
+GIVEN_UP = CellRecord(stage=Stage.STALLED, attempt=2, failures=6, recoveries=[recovery(None)])
+
+
+def test_a_stack_is_ready_when_all_its_cells_are() -> None:
+    status, condition = look(seen(RUNNING, RUNNING))
+    assert (status.phase, condition("Ready")) == (
+        "Running",
+        "True Running: all servers of all 2 cells are in service",
+    )
+    assert [cell.index for cell in status.cells] == [0, 1]
+    status, condition = look(seen(RUNNING, DYING, CellRecord()))
+    assert (status.phase, status.attempt) == ("Recovering", 3)
+    assert condition("Ready") == "False ParticipantDied: cell 1: env is gone; not ready either: cell 2"
+    assert condition("Recovering") == "True ParticipantDied: cell 1: env is gone"
+    assert condition("Stalled").startswith("False")
+    assert [cell.phase for cell in status.cells] == ["Running", "Recovering", "Starting"]
+
+
+def test_a_cell_that_has_given_up_needs_people_whatever_the_others_do() -> None:
+    status, condition = look(seen(RUNNING, DYING, GIVEN_UP))
+    assert status.phase == "Failed"
+    assert condition("Stalled").startswith("True BackoffLimitExceeded: cell 2: 5 recoveries in a row")
+    assert condition("Recovering") == "True ParticipantDied: cell 1: env is gone"
+
+
+def test_what_holds_for_the_whole_stack_names_no_cell() -> None:
+    problem = Problem(ConditionReason.INVALID_SPEC, "server policy: use scripted")
+    _, condition = look(seen(RUNNING, RUNNING, problem=problem))
+    assert condition("Ready") == "False InvalidSpec: server policy: use scripted"
+    _, condition = look(seen(RUNNING, RUNNING, suspended=True))
+    assert condition("Ready") == "False Suspended: spec.suspend is set"
+
+
+def test_the_youngest_recovery_of_all_is_told() -> None:
+    older = recovery(2.0).model_copy(update={"attempt": 7})
+    newer = recovery(2.0, None).model_copy(update={"attempt": 4, "started_at": NOW + 9})
+    cells = [CellRecord(stage=Stage.RUNNING, recoveries=[each]) for each in (older, newer)]
+    _, condition = look(seen(*cells))
+    assert condition("Recovering") == "False RestartedFromInput: cell 1: attempt 4 continues from the input"
+
+
+def test_the_drivers_counts_add_up_and_all_have_to_be_complete() -> None:
+    def driver(**counts: int) -> CellSeen:
+        return cell(RUNNING, statuses={"collection": said("collection", progress=counts)})
+
+    done = {"expected": 3, "rows": 3, "complete": 1}
+    half = [driver(**done), replace(driver(expected=2, rows=1, failed=1), index=1)]
+    status, condition = look(seen(*half))
+    assert status.collection is not None
+    assert status.collection.document() == {"expected": 5, "rows": 4, "failed": 1, "complete": False}
+    assert (status.phase, condition("Ready")[:13]) == ("Running", "True Running:")
+    status, condition = look(seen(driver(**done), replace(driver(**done), index=1)))
+    assert status.collection is not None
+    assert (status.phase, status.collection.complete) == ("Completed", True)
+    assert condition("Ready") == "True CollectionComplete: all rollouts of all cells have their row"
+
+
+def test_a_problem_says_whose_it_is() -> None:
+    bad = cell(RUNNING, statuses={"collection": said("collection", problem="no bucket")})
+    assert warnings(seen(RUNNING, replace(bad, index=1))) == [("TasksInvalid", "cell 1: collection: no bucket")]
+    assert warnings(seen(bad)) == [("TasksInvalid", "collection: no bucket")]
+
+
+def test_a_cell_that_is_taken_away_counts_no_more_and_is_remembered() -> None:
+    before, _ = look(seen(RUNNING, RUNNING, last_of={1: LAST}))
+    going = seen(RUNNING, replace(cell(DYING, index=1), stopping=True))
+    status = stack_status(before, going, NOW)
+    assert (status.phase, [each.phase for each in status.cells]) == ("Running", ["Running", "Stopping"])
+    gone = stack_status(status, seen(RUNNING), NOW)
+    assert [each.phase for each in gone.cells] == ["Running", "Stopped"]
+    assert (gone.cells[1].participants, gone.cells[1].last_checkpoint) == ((), LAST)
+    assert get_condition(gone.conditions, ConditionType.READY).message == "all servers are in service"  # type: ignore[union-attr]
+    back = stack_status(gone, seen(RUNNING, DYING), NOW)
+    assert (back.cells[1].phase, back.cells[1].last_checkpoint) == ("Recovering", LAST)
+
+
+def test_a_status_of_the_most_cells_and_servers_fits_into_an_object() -> None:
+    """etcd takes 1.5 MB; half of it is left for what the API server keeps beside."""
+    many = [Participant(f"{'server' * 4}-{n:05}", "resources", "counter") for n in range(16)]
+    names = [each.name for each in many] + ["collection"]
+    long = Choice(uri="s3://" + "b" * 400, digest="d" * 64, checkpoint_id="c" * 109, name="n" * 253)
+    record = CellRecord(
+        stage=Stage.RUNNING,
+        pins={name: Pin(incarnation="u" * 36 + "/containerd://" + "c" * 64, session="s" * 32) for name in names},
+        recoveries=[recovery(1.0, long)] * 2,
+    )
+    whole = cell(
+        record,
+        pods={name: pod(name, name=f"{'stack' * 4}-{name}-63", uid="u" * 36) for name in names},
+        statuses={name: said(name).model_copy(update={"session": "s" * 32}) for name in names},
+    )
+    cells = [replace(whole, index=index) for index in range(MAX_CELLS)]
+    participants = (*many, Participant("collection", "collection", "collection"))
+    status = stack_status(StackStatus(), Observed(1, participants, cells), NOW)
+    document = status.document()
+    for each in document["cells"]:
+        each["record"] = to_document(record)
+    assert len(json.dumps(document)) < 800_000
 
 
 def test_a_record_survives_its_document() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -220,13 +221,53 @@ def test_a_stack_made_again_does_not_select_the_old_one_s_pods(context: Build, s
 
 def test_addresses_in_the_settings_are_services_that_exist(children: tuple[Manifest, ...]) -> None:
     data = of_kind(children, "ConfigMap")["demo-config"]["data"]
-    assert set(data) == {f"{name}.json" for name in SERVERS}
+    assert set(data) == {"cells", *(f"{name}.json" for name in SERVERS)}
     services = of_kind(children, "Service")
-    for text in data.values():
-        settings = ServerSettings.model_validate(json.loads(text.replace("{cell}", "0")))
+    for name in SERVERS:
+        settings = ServerSettings.model_validate(json.loads(data[f"{name}.json"].replace("{cell}", "0")))
         for peer in settings.peers.values():
             host, port = peer.url.removeprefix("http://").split(":")
             assert int(port) in [entry["port"] for entry in services[host]["spec"]["ports"]]
+
+
+def test_every_cell_has_a_pod_and_an_address_for_each_server(context: Build, spec_document: dict[str, Any]) -> None:
+    spec_document["cells"] = 3
+    stack = context(spec_document)
+    children = build_children(stack)
+    sets, services = of_kind(children, "StatefulSet"), of_kind(children, "Service")
+    assert {each["spec"]["replicas"] for each in sets.values()} == {3}
+    for server in SERVERS:
+        for cell in range(3):
+            service = services[f"demo-{server}-{cell}"]
+            assert service["spec"]["selector"][names.POD_NAME_LABEL] == f"demo-{server}-{cell}"
+            assert service["metadata"]["labels"][names.CELL_LABEL] == str(cell)
+    assert of_kind(children, "ConfigMap")["demo-config"]["data"]["cells"] == "3\n"
+    stopped = of_kind(build_children(stack, running=False), "StatefulSet")
+    assert {each["spec"]["replicas"] for each in stopped.values()} == {0}
+
+
+def test_cells_that_are_still_needed_keep_their_pods_and_addresses(
+    context: Build, spec_document: dict[str, Any]
+) -> None:
+    stack = replace(context(spec_document), kept=2)
+    children = build_children(stack)
+    assert of_kind(children, "StatefulSet")["demo-env"]["spec"]["replicas"] == 2
+    assert "demo-env-1" in of_kind(children, "Service")
+    assert of_kind(children, "ConfigMap")["demo-config"]["data"]["cells"] == "2\n"
+
+
+def test_the_number_of_cells_is_a_file_of_the_driver_and_no_reason_to_replace_a_pod(
+    context: Build, spec_document: dict[str, Any]
+) -> None:
+    one = build_children(context(spec_document))
+    spec_document["cells"] = 2
+    two = build_children(context(spec_document))
+    for server in SERVERS:
+        assert pod_of(one, server) == pod_of(two, server)
+    (settings,) = [v for v in pod_of(one, "collection")["spec"]["volumes"] if v["name"] == "settings"]
+    assert {"key": "cells", "path": "cells"} in settings["configMap"]["items"]
+    text = of_kind(one, "ConfigMap")["demo-config"]["data"]["collection.json"]
+    assert json.loads(text)["collection"]["cells_file"] == "/etc/gym/cells"
 
 
 def test_the_network_policy_keeps_control_to_the_operator(children: tuple[Manifest, ...]) -> None:

@@ -33,7 +33,7 @@ def build_children(context: StackContext, *, running: bool = True) -> tuple[Mani
         for participant in participants
         for service in (
             headless_service(context, participant.name),
-            *(data_service(context, participant.name, cell) for cell in range(context.spec.cells)),
+            *(data_service(context, participant.name, cell) for cell in range(context.cells)),
         )
     ]
     sets = [stateful_set(context, participant, running=running) for participant in participants]

@@ -14,16 +14,23 @@ Manifest = dict[str, Any]
 
 @dataclass(frozen=True)
 class StackContext:
-    """What manifests are built from. `operator_namespace` is where control traffic may come from."""
+    """What manifests are built from. `operator_namespace` is where control traffic may come from; `kept` are so many
+    cells as are still needed, where the spec wants less of them."""
 
     identity: StackIdentity
     spec: StackSpec
     operator_namespace: str
+    kept: int = 0
 
     @property
     def name(self) -> str:
         """Name of the stack."""
         return self.identity.name
+
+    @property
+    def cells(self) -> int:
+        """How many cells there are to be now."""
+        return max(self.spec.cells, self.kept)
 
 
 def stack_labels(context: StackContext) -> dict[str, str]:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Final
 
 from gym_operator.api import names
 from gym_operator.rules.workloads.common import Manifest, StackContext, child, stack_labels
 from gym_servers.stack.render import render_settings
+
+SETTINGS_FOLDER: Final = "/etc/gym"
+CELLS_FILE: Final = "cells"
+"""Key and file name of the number of cells. Beside the settings and not in them: a pod need not be replaced for it,
+its file is brought up to date while it runs."""
 
 
 def settings_file(server: str) -> str:
@@ -22,6 +27,7 @@ def stack_settings(context: StackContext) -> dict[str, dict[str, Any]]:
         context.spec,
         lambda server: f"http://{names.data_service(context.name, server, '{cell}')}:{names.DATA_PORT}",
         image=context.spec.image or "",
+        cells_file=f"{SETTINGS_FOLDER}/{CELLS_FILE}",
     )
 
 
@@ -31,9 +37,10 @@ def settings_text(settings: dict[str, Any]) -> str:
 
 
 def config_map(context: StackContext) -> Manifest:
-    """`<stack>-config`: one JSON document per server."""
+    """`<stack>-config`: one JSON document per server, and the number of cells for their drivers."""
     files = {settings_file(name): settings_text(value) for name, value in stack_settings(context).items()}
-    return child(context, "v1", "ConfigMap", names.config_map(context.name), stack_labels(context), data=files)
+    data = {**files, CELLS_FILE: f"{context.cells}\n"}
+    return child(context, "v1", "ConfigMap", names.config_map(context.name), stack_labels(context), data=data)
 
 
 def control_secret(context: StackContext, control_token: str, cookie_secret: str) -> Manifest:

@@ -6,7 +6,13 @@ from typing import Any, Final
 
 from gym_operator.api import names
 from gym_operator.rules.workloads.common import Manifest, StackContext, server_labels
-from gym_operator.rules.workloads.config import settings_file, settings_text, stack_settings
+from gym_operator.rules.workloads.config import (
+    CELLS_FILE,
+    SETTINGS_FOLDER,
+    settings_file,
+    settings_text,
+    stack_settings,
+)
 from gym_operator.rules.workloads.drift import digest
 from gym_servers.stack.render import uses_storage
 from gym_servers.stack.spec import Participant
@@ -14,7 +20,6 @@ from gym_servers.storage.s3_access import CA_FILE, CREDENTIALS_FOLDER
 
 USER: Final = 65532
 CONTAINER: Final = "server"
-SETTINGS_FOLDER: Final = "/etc/gym"
 SECRETS_FOLDER: Final = "/etc/gym-secrets"
 CREDENTIALS: Final = "s3-credentials"
 AUTHORITIES: Final = "s3-authorities"
@@ -43,7 +48,7 @@ def pod_template(context: StackContext, participant: Participant) -> Manifest:
             "seccompProfile": {"type": "RuntimeDefault"},
         },
         "containers": [_container(context, participant)],
-        "volumes": [*_volumes(context, participant.name), *_s3_volumes(context, participant)],
+        "volumes": [*_volumes(context, participant), *_s3_volumes(context, participant)],
     }
     if spec.service_account_name:
         pod["serviceAccountName"] = spec.service_account_name
@@ -121,14 +126,16 @@ def _environment(context: StackContext, participant: Participant) -> list[dict[s
     return environment
 
 
-def _volumes(context: StackContext, server: str) -> list[dict[str, Any]]:
-    file = settings_file(server)
+def _volumes(context: StackContext, participant: Participant) -> list[dict[str, Any]]:
+    files = [settings_file(participant.name)]
+    if participant.kind == "collection":
+        files.append(CELLS_FILE)
     return [
         {
             "name": "settings",
             "configMap": {
                 "name": names.config_map(context.name),
-                "items": [{"key": file, "path": file}],
+                "items": [{"key": file, "path": file} for file in files],
             },
         },
         {"name": "secrets", "secret": {"secretName": names.control_secret(context.name), "defaultMode": READABLE}},

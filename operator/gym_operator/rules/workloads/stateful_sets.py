@@ -24,7 +24,7 @@ def stateful_set(context: StackContext, participant: Participant, *, running: bo
         name,
         {**server_labels(context, participant.name), names.COMPONENT_LABEL: participant.kind},
         spec={
-            "replicas": context.spec.cells if running else 0,
+            "replicas": context.cells if running else 0,
             "serviceName": name,
             "podManagementPolicy": "Parallel",
             # A cell is replaced as a whole and from a checkpoint; a rolling update would break it up.
