@@ -53,14 +53,14 @@ def pods(rig: OperatorRig) -> dict[str, dict[str, Any]]:
     return {pod["metadata"]["name"]: pod for pod in listing.items}
 
 
-def running(rig: OperatorRig, stack: str, attempt: int = 0) -> bool:
-    cell = rig.cell(stack)
-    return cell.get("phase") == "Running" and cell.get("attempt", 0) >= attempt
+def running(rig: OperatorRig, stack: str, attempt: int = 0, *, cell: int = 0) -> bool:
+    found = rig.cell(stack, cell)
+    return found.get("phase") == "Running" and found.get("attempt", 0) >= attempt
 
 
-def under_way(rig: OperatorRig, stack: str) -> bool:
-    cell = rig.cell(stack)
-    return running(rig, stack) and bool((cell.get("collection") or {}).get("expected"))
+def under_way(rig: OperatorRig, stack: str, *, cell: int = 0) -> bool:
+    found = rig.cell(stack, cell)
+    return running(rig, stack, cell=cell) and bool((found.get("collection") or {}).get("expected"))
 
 
 def finished(rig: OperatorRig, checkpoint: str) -> bool:
@@ -132,6 +132,31 @@ def test_an_operator_killed_during_a_checkpoint_leaves_nothing_parked(rig: Opera
     rig.until("nobody is parked", lambda: {p["phase"] for p in rig.cell("killed")["participants"]} == {"idle"}, 30)
     assert rig.cell("killed")["attempt"] == 0
     assert "open" not in rig.cell("killed")["record"]
+
+
+def test_a_cell_dies_and_goes_while_the_other_works_on(rig: OperatorRig) -> None:
+    rig.apply("twin", rollouts=24, cells=2)
+    rig.until("both are under way", lambda: all(under_way(rig, "twin", cell=cell) for cell in (0, 1)), START_SECONDS)
+    status = take(rig, "both", "twin")
+    assert status["phase"] == "Succeeded", status
+    for index, part in enumerate(status["cells"]):
+        assert read_publication(rig.store(part["uri"]).get(CHECKPOINT)).cell == index
+    before = rig.cell("twin", 0)["participants"]
+    rig.node.kill("agent", cell=1)
+    rig.until("it recovers", lambda: running(rig, "twin", 1, cell=1), RECOVERY_SECONDS)
+    assert rig.cell("twin", 1)["recoveries"][-1]["checkpoint"] == status["checkpointID"]
+    sessions = [(each["podUID"], each["session"]) for each in rig.cell("twin", 0)["participants"]]
+    assert sessions == [(each["podUID"], each["session"]) for each in before]
+    assert rig.cell("twin", 0)["attempt"] == 0
+    rig.until("all rows are there", lambda: rig.phase("twin") == "Completed", 120)
+    assert rig.status(STACKS, "twin")["collection"]["rows"] == 24
+    rig.change("twin", lambda spec: spec.update(cells=1))
+    rig.until("its pods are gone", lambda: not any(name.endswith("-1") for name in pods(rig)), 60)
+    rig.until("it is told", lambda: rig.cell("twin", 1)["phase"] == "Stopped", 20)
+    assert rig.cell("twin", 1)["lastCheckpoint"]["name"] == "scale-down"
+    assert sorted(name for name in pods(rig)) == [
+        f"twin-{s}-0" for s in ("agent", "collection", "counter", "env", "policy")
+    ]
 
 
 def test_a_restarted_operator_disturbs_nobody(rig: OperatorRig) -> None:

@@ -207,13 +207,12 @@ class OperatorRig:
     def phase(self, stack: str) -> str:
         return str(self.status(STACKS, stack).get("phase", ""))
 
-    def cell(self, stack: str) -> dict[str, Any]:
-        cells = self.status(STACKS, stack).get("cells") or [{}]
-        cell: dict[str, Any] = cells[0]
-        return cell
+    def cell(self, stack: str, index: int = 0) -> dict[str, Any]:
+        cells: list[dict[str, Any]] = self.status(STACKS, stack).get("cells") or []
+        return next((cell for cell in cells if cell["index"] == index), {})
 
     def rows(self, stack: str) -> int:
-        return int((self.cell(stack).get("collection") or {}).get("rows", 0))
+        return int((self.status(STACKS, stack).get("collection") or {}).get("rows", 0))
 
     def condition(self, resource: Resource, name: str, kind: str) -> dict[str, Any]:
         conditions = self.status(resource, name).get("conditions") or ()
