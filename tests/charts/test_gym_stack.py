@@ -92,7 +92,8 @@ def test_all_values_arrive(render: Render) -> None:
         "image": {"repository": "r.example/g", "tag": "v2", "pullPolicy": "Always"},
         "imagePullSecrets": [{"name": "reg"}],
         "collection": {"tasks": "s3://bucket/t.jsonl", "output": "s3://bucket/rows", "repeats": 4},
-        "checkpoints": {"prepareTimeout": "30s", "commitTimeout": "5m"},
+        "cells": 3,
+        "checkpoints": {"prepareTimeout": "30s", "commitTimeout": "5m", "cellOrder": "Together"},
         "s3": {
             "bucket": "bucket",
             "prefix": "a/b",
@@ -109,6 +110,7 @@ def test_all_values_arrive(render: Render) -> None:
     assert [secret.name for secret in spec.image_pull_secrets] == ["reg"]
     assert spec.collection is not None and spec.collection.repeats == 4
     assert (spec.checkpoints.prepare_timeout, spec.checkpoints.commit_timeout) == ("30s", "5m")
+    assert (spec.cells, spec.checkpoints.cell_order) == (3, "Together")
     assert spec.s3 is not None and spec.s3.document() == {
         "bucket": "bucket",
         "prefix": "a/b",
@@ -184,7 +186,8 @@ def test_an_upgrade_of_the_chart_does_not_replace_the_journal(render: Render) ->
         ({**DEMO, "s3.accessKeyId": "i", "s3.secretAccessKey": "k", "s3.existingSecret": "e"}, "not both"),
         ({**DEMO, "collection": {"tasks": "s3://bkt/t"}}, "output"),
         ({**DEMO, "collection": {"tasks": "t", "output": "/rows"}}, "output"),
-        ({**DEMO, "cells": 2}, "cells"),
+        ({**DEMO, "cells": 65}, "cells"),
+        ({**DEMO, "checkpoints.cellOrder": "Any"}, "cellOrder"),
         ({**DEMO, "demo.tokensPerSecond": 0}, "tokensPerSecond"),
         ({**DEMO, "servers": [{**SERVERS[0], "replicas": 2}]}, "replicas"),
     ],

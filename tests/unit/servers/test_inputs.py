@@ -233,6 +233,12 @@ def test_a_manifest_of_another_form_says_what_is_wrong(tmp_path: Path, change: d
         local_stack({**STACK, **change}, tmp_path)
 
 
+def test_more_than_one_cell_is_refused_here_with_what_to_write(tmp_path: Path) -> None:
+    spec = {**STACK["spec"], "cells": 2}
+    with pytest.raises(SettingsError, match="the local runner runs one cell, not 2: set cells: 1"):
+        local_stack({**STACK, "spec": spec}, tmp_path)
+
+
 def test_a_second_run_in_a_folder_keeps_its_identity_and_secrets(tmp_path: Path) -> None:
     first, second = local_stack(STACK, tmp_path), local_stack(STACK, tmp_path)
     assert (first.identity, first.environment, first.root) == (second.identity, second.environment, second.root)
