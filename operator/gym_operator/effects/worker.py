@@ -112,9 +112,12 @@ class StackWorker:
 
     def _progressed(self) -> None:
         """A storage that answers again and again is slow, and who waits for it is not stuck. In any thread."""
-        for worker in (self, *(cell for cell, _ in list(self._cells.values()))):
-            if worker.pass_began is not None:
-                worker.pass_began = self._s.monotonic()
+        now = self._s.monotonic()
+        if self.pass_began is not None:
+            self.pass_began = now
+        for cell, _ in list(self._cells.values()):
+            if cell.pass_began is not None:
+                cell.pass_began = now
 
     async def run(self) -> None:
         try:
