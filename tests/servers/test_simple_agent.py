@@ -15,7 +15,7 @@ from gym_servers.agent.server import AgentSetup
 from gym_servers.agent.simple_agent import SimpleAgent
 from gym_servers.agent.tools import candidates
 from gym_servers.http.peers import PeerFailed, Reply
-from gym_servers.participants import agent_state
+from gym_servers.participants import records
 from gym_servers.participants.agent import AgentParticipant
 from gym_servers.participants.agent_state import Activation, Session
 from gym_servers.participants.gate import Gate
@@ -156,8 +156,8 @@ async def test_nothing_is_serialised_before_an_export_and_then_each_session_once
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     built: list[Any] = []
-    to_bytes = agent_state.to_bytes
-    monkeypatch.setattr(agent_state, "to_bytes", lambda record: built.append(record) or to_bytes(record))
+    to_bytes = records.to_bytes
+    monkeypatch.setattr(records, "to_bytes", lambda record: built.append(record) or to_bytes(record))
     participant, task = await turned(ScriptedPeers(50))
     assert built == []
     await checkpoint(participant)

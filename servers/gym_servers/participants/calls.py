@@ -72,7 +72,12 @@ class Calls:
 
     def restarts(self) -> set[str]:
         """Capture keys of what cannot be continued."""
-        return {call.episode.key for calls in self._by_rollout.values() for call in calls if call.restart}
+        return {
+            call.episode.key
+            for calls in self._by_rollout.values()
+            for call in calls
+            if call.restart and not call.task.done()  # one that is done is forgotten a moment later
+        }
 
     async def join(self, call: Call) -> Any:
         """The call's result. Raises `stale_attempt` where it was retired."""

@@ -26,7 +26,7 @@ from pydantic import TypeAdapter
 
 from gym_rig.network import Alive, Network
 from gym_rig.storage import Bucket, BucketView, FaultyOutput
-from gym_rig.virtual import now
+from gym_rig.virtual import end_all, now
 from gym_servers import assemble as assembly
 from gym_servers.assemble import Server, assemble
 from gym_servers.control.app import control_app
@@ -388,4 +388,5 @@ async def cell(
         finally:
             await rig.controller.close()
             rig.kill()
+            await end_all()
             rig.give_back()

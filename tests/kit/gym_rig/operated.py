@@ -34,7 +34,7 @@ from gym_operator.rules.workloads import StackContext, build_control_secret
 from gym_rig.cell import COOKIES, IDENTITY, LONGEST_SECONDS, TOKEN, Rig, rig_settings
 from gym_rig.fake_kube import FakeKube, Session
 from gym_rig.network import Alive
-from gym_rig.virtual import now
+from gym_rig.virtual import end_all, now
 from gym_servers.http import peers
 from gym_servers.stack.spec import parse_spec
 
@@ -297,12 +297,7 @@ class OperatedRig:
         self._kubelet.cancel()
         for cell in self.cells.values():
             cell.kill()
-        ours = asyncio.current_task()
-        # What a killed operator left waits for ever, and again after each cancellation it wants to clean up after.
-        while left := [task for task in asyncio.all_tasks() if task is not ours]:
-            for task in left:
-                task.cancel()
-            await asyncio.wait(left, timeout=1.0)
+        await end_all()
 
 
 def _spec(folder: Path, changes: Mapping[str, Any]) -> Body:

@@ -97,3 +97,13 @@ def now() -> float:
 async def settle() -> None:
     """Let everything run that can run without time passing."""
     await asyncio.sleep(1e-6)
+
+
+async def end_all() -> None:
+    """End every other task of the loop. What belongs to a process that was killed waits for ever, and again after
+    each cancellation it wants to clean up after."""
+    ours = asyncio.current_task()
+    while left := [task for task in asyncio.all_tasks() if task is not ours]:
+        for task in left:
+            task.cancel()
+        await asyncio.wait(left, timeout=1.0)
