@@ -3,6 +3,8 @@
 A call that reaches a dying process breaks off; a dead process's own calls never go out. So nothing of a killed
 process has an effect any more, although its tasks are still in the loop.
 
+A stream of events reaches its reader part by part; an application may learn of a caller that has gone away.
+
 `faults` are what a test wants to go wrong, each for the next so many calls to a host. `latency` is how long a
 message is on its way, in seconds of the loop's time; calls overtake each other where one of them is delayed.
 """
@@ -151,11 +153,19 @@ class _Transport(httpx.AsyncBaseTransport):
         ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         network.under_way[ended] = seen
         self._caller.calls.add(ended)
+        response = None
         try:
-            return await self._send(request, body, seen, ended)
+            response = await self._send(request, body, seen, ended)
+            return response
         finally:
-            del network.under_way[ended]
-            self._caller.calls.discard(ended)
+            if response is None or not isinstance(response.stream, _Events):
+                self.over(ended)
+
+    def over(self, ended: asyncio.Future[str]) -> None:
+        """A call is at its end, or its reader has gone away."""
+        del self._network.under_way[ended]
+        self._caller.calls.discard(ended)
+        end(ended, "it is over")
 
     async def _send(
         self, request: httpx.Request, body: bytes, seen: Seen, ended: asyncio.Future[str]
@@ -170,8 +180,9 @@ class _Transport(httpx.AsyncBaseTransport):
         if kind == "lose request":
             raise httpx.ReadError(f"the request to {host} was lost")
         app, alive = network.find(host)
-        started: asyncio.Future[None] = loop.create_future()
-        task = self._handle(app, alive, request, body, started)
+        sent = _Sent(loop.create_future())
+        ended.add_done_callback(lambda _: sent.left.set())
+        task = self._handle(app, alive, request, body, sent)
         if kind == "duplicate":
             loop.call_later(seconds, self._again, request, body, seen)
         if kind == "break off":
@@ -179,15 +190,19 @@ class _Transport(httpx.AsyncBaseTransport):
         alive.calls.add(ended)
         try:
             timeout = (request.extensions.get("timeout") or {}).get("read")
-            if timeout is not None:
-                async with asyncio.timeout(timeout):
-                    await self._until(started, ended)
+            async with asyncio.timeout(timeout):
+                await self._until(sent.started, ended)
+            if sent.is_events and kind not in ("lose reply", "cut reply"):
+                return httpx.Response(
+                    sent.status, headers=sent.headers, stream=_Events(self, alive, sent, task, seen, ended)
+                )
             await self._until(task, ended)
             await self._travel(network.latency, ended)
         except TimeoutError as error:
             raise httpx.ReadTimeout(f"{host} has not answered") from error
         finally:
-            alive.calls.discard(ended)
+            if not sent.is_events or ended.done():
+                alive.calls.discard(ended)
         if kind == "lose reply":
             raise httpx.ReadError(f"the reply of {host} was lost")
         response = task.result()
@@ -207,10 +222,10 @@ class _Transport(httpx.AsyncBaseTransport):
             finally:
                 timer.cancel()
 
-    async def _until(self, work: asyncio.Future[Any], ended: asyncio.Future[str]) -> None:
-        """Until `work` is done. Raises ReadError where the call ended before; a dead caller never comes back from
-        here."""
-        await asyncio.wait([work, ended], return_when=asyncio.FIRST_COMPLETED)
+    async def _until(self, work: asyncio.Future[Any], ended: asyncio.Future[str], *or_: asyncio.Future[Any]) -> None:
+        """Until `work`, or another, is done. Raises ReadError where the call ended before; a dead caller never comes
+        back from here."""
+        await asyncio.wait([work, ended, *or_], return_when=asyncio.FIRST_COMPLETED)
         if self._caller.died.is_set():
             await _never()
         if ended.done():
@@ -222,25 +237,23 @@ class _Transport(httpx.AsyncBaseTransport):
         except httpx.ConnectError:
             return
         if self._network.may_arrive_late(seen):
-            self._handle(app, alive, request, body, asyncio.get_running_loop().create_future())
+            self._handle(app, alive, request, body, _Sent(asyncio.get_running_loop().create_future()))
 
     def _handle(
-        self, app: Asgi, alive: Alive, request: httpx.Request, body: bytes, started: asyncio.Future[None]
+        self, app: Asgi, alive: Alive, request: httpx.Request, body: bytes, sent: _Sent
     ) -> asyncio.Task[httpx.Response]:
         """A task of its own, as behind a socket: a caller that leaves does not end it."""
-        work = _answer(app, request, body, started, self._network.crashes)
+        work = _answer(app, request, body, sent, self._network.crashes)
         task = asyncio.get_running_loop().create_task(work, context=alive.context())
         alive.handling.add(task)
         task.add_done_callback(alive.handling.discard)
         return task
 
 
-async def _answer(
-    app: Asgi, request: httpx.Request, body: bytes, started: asyncio.Future[None], crashes: list[str]
-) -> httpx.Response:
+async def _answer(app: Asgi, request: httpx.Request, body: bytes, sent: _Sent, crashes: list[str]) -> httpx.Response:
     scope = {
         "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.4"},
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
         "http_version": "1.1",
         "method": request.method,
         "headers": [(name.lower(), value) for name, value in request.headers.raw],
@@ -252,32 +265,89 @@ async def _answer(
         "client": ("127.0.0.1", 123),
         "root_path": "",
     }
-    given, status, headers, parts = False, 500, list[tuple[bytes, bytes]](), list[bytes]()
+    given = False
 
     async def receive() -> dict[str, Any]:
         nonlocal given
         if given:
-            await _never()  # whoever leaves is not noticed: the work goes on
+            await sent.left.wait()
+            return {"type": "http.disconnect"}
         given = True
         return {"type": "http.request", "body": body, "more_body": False}
 
     async def send(message: Mapping[str, Any]) -> None:
-        nonlocal status, headers
         if message["type"] == "http.response.start":
-            status, headers = message["status"], list(message.get("headers", []))
-            if not started.done():
-                started.set_result(None)
+            sent.status, sent.headers = message["status"], list(message.get("headers", []))
+            if not sent.started.done():
+                sent.started.set_result(None)
         elif message["type"] == "http.response.body":
-            parts.append(message.get("body", b""))
+            sent.parts.append(message.get("body", b""))
+            sent.more.set()
 
     try:
         await app(scope, receive, send)
     except Exception as error:
         # It has answered with 500, or not at all: then that is the answer.
         crashes.append(f"{request.url.host}{request.url.path}: {type(error).__name__}: {error}")
-    if not started.done():
-        started.set_result(None)
-    return httpx.Response(status, headers=headers, content=b"".join(parts))
+    if not sent.started.done():
+        sent.started.set_result(None)
+    return httpx.Response(sent.status, headers=sent.headers, content=b"".join(sent.parts))
+
+
+@dataclass(eq=False)
+class _Sent:
+    """What an application has sent so far of one reply. `left`: its caller has gone away, or has it all."""
+
+    started: asyncio.Future[None]
+    status: int = 500
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+    parts: list[bytes] = field(default_factory=list)
+    more: asyncio.Event = field(default_factory=asyncio.Event)
+    left: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def is_events(self) -> bool:
+        return any(name.lower() == b"content-type" and b"event-stream" in value for name, value in self.headers)
+
+
+class _Events(httpx.AsyncByteStream):
+    """A stream of events on its way: each part when it was sent and has travelled."""
+
+    def __init__(
+        self,
+        transport: _Transport,
+        alive: Alive,
+        sent: _Sent,
+        task: asyncio.Task[httpx.Response],
+        seen: Seen,
+        ended: asyncio.Future[str],
+    ) -> None:
+        self._transport, self._alive, self._sent, self._task = transport, alive, sent, task
+        self._seen, self._ended, self._closed = seen, ended, False
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        network, read = self._transport._network, 0
+        while True:
+            self._sent.more.clear()
+            if read < len(self._sent.parts):
+                await self._transport._travel(network.latency, self._ended)
+                yield self._sent.parts[read]
+                read += 1
+                continue
+            if self._task.done():
+                break
+            more = asyncio.ensure_future(self._sent.more.wait())
+            try:
+                await self._transport._until(more, self._ended, self._task)
+            finally:
+                more.cancel()
+        network.on_reply(self._seen, self._sent.status)
+
+    async def aclose(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._alive.calls.discard(self._ended)
+            self._transport.over(self._ended)
 
 
 class _Cut(httpx.AsyncByteStream):
