@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from gym_servers.participants.gate import Gate
 from gym_servers.participants.records import FORMAT
 from gym_servers.protocol.digests import digest_of
 from gym_servers.registry import check_server, load_class
-from gym_servers.stack.render import checkpoint_root
+from gym_servers.stack.render import cell_folder, checkpoint_root
 from gym_servers.stack.settings import ServerSettings, SettingsError, describe
 from gym_servers.storage.locate import open_store
 from gym_servers.storage.manifest import CodeIdentity
@@ -46,8 +46,9 @@ class Server:
         return open_store(uri, self.settings.storage.s3)
 
 
-def assemble(settings: ServerSettings, cookie_secret: str) -> Server:
-    """Build a server. Raises SettingsError for names and configuration that cannot work."""
+def assemble(settings: ServerSettings, cookie_secret: str, control_token: str = "") -> Server:
+    """Build a server. `control_token` opens what only the stack's owner may read, to nobody where it is empty. Raises
+    SettingsError for names and configuration that cannot work."""
     check_server(settings.kind, settings.server)
     gate = Gate(
         enabled=settings.checkpoint.enabled,
@@ -55,7 +56,8 @@ def assemble(settings: ServerSettings, cookie_secret: str) -> Server:
         attempt_floor=settings.checkpoint.attempt_floor,
     )
     peers = Peers(settings.peers, cookie_secret, extended=settings.checkpoint.enabled)
-    participant, app, background = _BUILDERS[settings.kind](settings, gate, peers, cookie_secret)
+    secrets = _Secrets(cookie_secret, control_token)
+    participant, app, background = _BUILDERS[settings.kind](settings, gate, peers, secrets)
     code = CodeIdentity(
         image=settings.image,
         server=settings.server,
@@ -66,10 +68,16 @@ def assemble(settings: ServerSettings, cookie_secret: str) -> Server:
     return Server(settings, participant, author, app, peers, background)
 
 
+@dataclass(frozen=True)
+class _Secrets:
+    cookie: str = field(repr=False)
+    control: str = field(repr=False)
+
+
 _Parts = tuple[Participant, "FastAPI", "Callable[[], Awaitable[None]] | None"]
 
 
-def _environment(settings: ServerSettings, gate: Gate, peers: Peers, secret: str) -> _Parts:
+def _environment(settings: ServerSettings, gate: Gate, peers: Peers, secrets: _Secrets) -> _Parts:
     from pydantic import ValidationError
 
     from gym_servers.environment.app import create_app
@@ -92,11 +100,11 @@ def _environment(settings: ServerSettings, gate: Gate, peers: Peers, secret: str
         server = LegacyAgent(participant, peers, agent=agent)
     else:
         resources = peers.only("resources", config.resources)
-        server = SingleAgentTurn(participant, peers, secret, agent=agent, resources=resources)
+        server = SingleAgentTurn(participant, peers, secrets.cookie, agent=agent, resources=resources)
     return participant, create_app(participant, server), None
 
 
-def _agent(settings: ServerSettings, gate: Gate, peers: Peers, secret: str) -> _Parts:
+def _agent(settings: ServerSettings, gate: Gate, peers: Peers, secrets: _Secrets) -> _Parts:
     from gym_servers.agent.app import create_app
     from gym_servers.agent.own_app import guarded
     from gym_servers.agent.row_run import RowRuns
@@ -112,7 +120,7 @@ def _agent(settings: ServerSettings, gate: Gate, peers: Peers, secret: str) -> _
     exportable = kind.checkpoint_sessions_supported
     participant = AgentParticipant(gate, hooks_of(made), exportable=exportable)
     try:
-        agent = kind(AgentSetup(settings.name, config, participant, peers, secret))
+        agent = kind(AgentSetup(settings.name, config, participant, peers, secrets.cookie))
     except (TypeError, ValueError) as error:
         raise SettingsError(f"server {settings.name}: `config`: {error}") from error
     made.append(agent)
@@ -135,7 +143,7 @@ _AGENT_CONFIG = {
 }
 
 
-def _resources(settings: ServerSettings, gate: Gate, _: Peers, secret: str) -> _Parts:
+def _resources(settings: ServerSettings, gate: Gate, _: Peers, secrets: _Secrets) -> _Parts:
     from gym_servers.resources.app import create_app, participant_of
     from gym_servers.resources.server import ResourcesServer
 
@@ -152,25 +160,67 @@ def _resources(settings: ServerSettings, gate: Gate, _: Peers, secret: str) -> _
     except (TypeError, ValueError) as error:
         raise SettingsError(f"server {settings.name}: `config`: {error}") from error
     participant = participant_of(gate, server)
-    return participant, create_app(participant, server, journal, settings.name, secret, mcp=mcp), None
+    return participant, create_app(participant, server, journal, settings.name, secrets.cookie, mcp=mcp), None
 
 
-def _model(settings: ServerSettings, gate: Gate, _: Peers, __: str) -> _Parts:
-    from gym_servers.model.app import create_app
+def _model(settings: ServerSettings, gate: Gate, _: Peers, secrets: _Secrets) -> _Parts:
+    from pydantic import ValidationError
+
+    from gym_servers.capture.store import LedgerStore
+    from gym_servers.model.app import Policy, create_app
+    from gym_servers.model.capture_routes import add_capture_routes
+    from gym_servers.model.config import EngineConfig, VllmConfig
+    from gym_servers.model.dialect import Dialect
     from gym_servers.model.engine_client import EngineClient
     from gym_servers.model.scripted_dialect import ScriptedDialect
     from gym_servers.participants.model import ModelParticipant
 
-    config = _config(settings, {"base_url", "model"})
-    if not isinstance(config.get("base_url"), str):
-        raise SettingsError(f"server {settings.name}: set `config.base_url` to the engine's address")
-    model = str(config.get("model", "scripted"))
-    participant = ModelParticipant(gate)
-    engine = EngineClient(config["base_url"], model, partial(setattr, participant, "problem"))
-    return participant, create_app(participant, engine, ScriptedDialect(), model), None
+    kind = VllmConfig if settings.server == "vllm" else EngineConfig
+    try:
+        config = kind.model_validate(settings.config)
+    except ValidationError as error:
+        raise SettingsError(f"server {settings.name}: `config` is not valid: {describe(error)}") from error
+    dialect: Dialect = ScriptedDialect()
+    sampling: dict[str, Any] = {"temperature": 0.0}
+    if isinstance(config, VllmConfig):
+        from gym_servers.model.vllm_dialect import open_dialect
+
+        try:
+            dialect, sampling = open_dialect(config), config.sampling
+        except SettingsError as error:
+            raise SettingsError(f"server {settings.name}: `config`: {error}") from error
+    engine = EngineClient(
+        config.base_url,
+        config.model,
+        os.environ.get("GYM_ENGINE_API_KEY", ""),
+        says_version=config.weight_versions,
+    )
+    policy = Policy(
+        engine,
+        dialect,
+        max_tokens=config.max_tokens,
+        context=config.max_model_len if isinstance(config, VllmConfig) else None,
+        bounded=isinstance(config, VllmConfig),
+        sampling=sampling,
+        training=config.return_token_ids,
+    )
+    cut = None
+    if config.cut_at_engine and gate.enabled:
+        from gym_servers.model.worker_cut import WorkerCut
+
+        if not (settings.storage.s3 or settings.storage.directory):
+            raise SettingsError(f"server {settings.name}: `config.cut_at_engine` needs a storage for checkpoints")
+        folder = cell_folder(settings.stack, settings.cell)
+        shared = checkpoint_root(settings.storage, settings.stack, settings.cell).removesuffix(f"/{folder}")
+        cut = WorkerCut(engine, lambda: open_store(shared, settings.storage.s3), folder, secrets.control)
+    participant = ModelParticipant(gate, LedgerStore(config.cache_bytes), cut)
+    app = create_app(participant, policy)
+    if gate.enabled:
+        add_capture_routes(app, participant, secrets.control)
+    return participant, app, None
 
 
-def _collection(settings: ServerSettings, gate: Gate, peers: Peers, _: str) -> _Parts:
+def _collection(settings: ServerSettings, gate: Gate, peers: Peers, _: _Secrets) -> _Parts:
     from gym_servers.collection.driver import EnvironmentRun
     from gym_servers.collection.output import BucketOutput, DirectoryOutput
     from gym_servers.collection.shares import Shares, counted_in
@@ -230,7 +280,7 @@ def _collection(settings: ServerSettings, gate: Gate, peers: Peers, _: str) -> _
     return participant, app, participant.drive
 
 
-_BUILDERS: dict[str, Callable[[ServerSettings, Gate, Peers, str], _Parts]] = {
+_BUILDERS: dict[str, Callable[[ServerSettings, Gate, Peers, _Secrets], _Parts]] = {
     "environment": _environment,
     "agent": _agent,
     "resources": _resources,

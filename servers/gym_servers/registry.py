@@ -10,7 +10,7 @@ from gym_servers.stack.settings import SettingsError
 KNOWN: Mapping[str, frozenset[str]] = {
     "environment": frozenset({"single-agent-turn", "legacy-agent"}),
     "agent": frozenset({"simple-agent", "scratch-agent"}),
-    "model": frozenset({"scripted"}),
+    "model": frozenset({"scripted", "vllm"}),
     "resources": frozenset({"counter", "multiple-choice", "sandbox"}),
     "collection": frozenset({"collection"}),
 }

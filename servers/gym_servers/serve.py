@@ -63,13 +63,15 @@ def refuse_workers(settings: ServerSettings) -> None:
 def prepare(settings: ServerSettings) -> tuple[list[uvicorn.Server], Server]:
     """What a process serves, before anything is opened. Raises SettingsError."""
     refuse_workers(settings)
-    server = assemble(settings, read_secret("GYM_COOKIE_SECRET"))
+    enabled = settings.checkpoint.enabled
+    cookies, tokens = read_secret("GYM_COOKIE_SECRET"), tokens_of_process() if enabled else None
+    server = assemble(settings, cookies, tokens)
     listeners = [listener(server.app, settings.host, settings.data_port)]
-    if settings.checkpoint.enabled:
+    if tokens is not None:
         plane = ControlPlane(
             server.participant, server.author, server.open_store, grace=settings.checkpoint.lease_grace_seconds
         )
-        control = control_app(plane, tokens_of_process())
+        control = control_app(plane, tokens)
         listeners.insert(0, listener(control, settings.host, settings.control_port))
         server = replace(server, ending=plane.parking)
     return listeners, server

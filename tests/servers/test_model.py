@@ -10,9 +10,11 @@ import pytest
 
 from gym_rig.verbs import checkpoint, commit, prepare, restore, resume, start
 from gym_rig.virtual import now, settle
-from gym_servers.capture.ledger import CallRecord, float32, int32
+from gym_servers.capture.arrays import int32
+from gym_servers.capture.ledger import CallRecord
 from gym_servers.participants.gate import Gate
 from gym_servers.participants.model import ModelParticipant
+from gym_servers.participants.model_call import Asked, Call
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.identity import Episode
 
@@ -30,13 +32,17 @@ class Engine:
         self.turnstile = asyncio.Semaphore(1000)
 
     async def call(self, position: str = "1.1", *, episode: Episode = R0, digest: str = "d") -> int:
-        async def generate() -> CallRecord:
+        async def generate(call: Call) -> CallRecord:
             self.generated += 1
             number = self.generated
             await self.turnstile.acquire()
-            return CallRecord(position, digest, int32([1]), int32([number]), float32([0.5]), "w", {"n": number})
+            call.tokens.extend([number], [0.5], "w")
+            whole = call.tokens.frozen()
+            return CallRecord(
+                position, digest, int32([1]), whole.ids, whole.logprobs, whole.spans, {"n": number}, call.parent_chain
+            )
 
-        record = await self.participant.call(episode, position, digest, generate)
+        record = await self.participant.call(episode, Asked(position, digest), generate)
         return int(record.response["n"])
 
     def hold(self) -> None:
@@ -108,7 +114,7 @@ async def test_new_calls_are_refused_while_closed_and_running_ones_do_not_block(
     assert await commit(engine.participant) == {}  # not delivered: it is issued again
     resume(engine.participant)
     await running
-    ledger = engine.participant.ledger("r")
+    ledger = await engine.participant.ledger("r")
     assert ledger is not None
     assert len(ledger.calls) == 1
 
@@ -127,10 +133,10 @@ async def test_a_ledger_reply_is_held_too() -> None:
 async def test_a_failed_generation_is_not_kept_and_may_be_repeated() -> None:
     engine = Engine()
 
-    async def fails() -> CallRecord:
+    async def fails(_: Call) -> CallRecord:
         raise ProtocolError("checkpoint_error", "the engine broke off")
 
-    assert await code(engine.participant.call(R0, "1.1", "d", fails)) == "checkpoint_error"
+    assert await code(engine.participant.call(R0, Asked("1.1", "d"), fails)) == "checkpoint_error"
     assert await engine.call("1.1") == 1
 
 
@@ -188,8 +194,8 @@ async def test_retire_ends_calls_and_frees_ledgers_of_its_rollout_alone() -> Non
     await engine.participant.retire([R0])
     assert await code(running) == "stale_attempt"
     assert await code(engine.call("1.1")) == "stale_attempt"
-    assert engine.participant.ledger("r") is None
-    assert engine.participant.ledger("o") is not None
+    assert await engine.participant.ledger("r") is None
+    assert await engine.participant.ledger("o") is not None
     engine.participant.forget(["o"])
     assert engine.participant.survey().counts == {"calls": 0, "ledgers": 0}
 
@@ -215,7 +221,7 @@ async def test_a_call_that_was_held_while_its_attempt_was_replaced_is_not_delive
     engine.participant.gate.fence.mark("r", 0)
     engine.turnstile.release()
     assert await code(running) == "stale_attempt"
-    assert engine.participant.ledger("r") is None
+    assert await engine.participant.ledger("r") is None
 
 
 async def test_a_record_that_cannot_be_read_is_refused() -> None:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from gym_rig.virtual import VirtualLoop, settle
-from gym_servers.capture.ledger import CallRecord, float32, int32
+from gym_servers.capture.arrays import float32, int32
+from gym_servers.capture.ledger import CallRecord
 from gym_servers.control.plane import ControlPlane
 from gym_servers.control.writes import Author
 from gym_servers.participants.agent import AgentParticipant
@@ -22,6 +23,7 @@ from gym_servers.participants.environment import EnvironmentParticipant, Live, U
 from gym_servers.participants.gate import Gate
 from gym_servers.participants.limits import Limits, OverLimit
 from gym_servers.participants.model import ModelParticipant
+from gym_servers.participants.model_call import Asked, Call
 from gym_servers.participants.resources import Hooks, ResourcesParticipant
 from gym_servers.participants.tool_sessions import ToolSession
 from gym_servers.protocol import messages as m
@@ -142,11 +144,11 @@ def resources(gate: Gate) -> tuple[Participant, Work]:
 def model(gate: Gate) -> tuple[Participant, Work]:
     participant = ModelParticipant(gate)
 
-    async def generate() -> CallRecord:
+    async def generate(_: Call) -> CallRecord:
         await asyncio.sleep(LONGEST_STEP)
-        return CallRecord("1.1", "d", int32([]), int32([]), float32([]), "", {})
+        return CallRecord("1.1", "d", int32([]), int32([]), float32([]), (), {})
 
-    return participant, lambda episode: participant.call(episode, "1.1", "d", generate)
+    return participant, lambda episode: participant.call(episode, Asked("1.1", "d"), generate)
 
 
 class Walk(RuleBasedStateMachine):

@@ -17,6 +17,7 @@ from gym_rig.wire import code, foreign, ok, post, serving
 from gym_servers import serve
 from gym_servers.engine.rows import counter_rows
 from gym_servers.http.sessions import sign, unsign
+from gym_servers.model import capture_routes
 from gym_servers.protocol import headers
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.messages import PREFIX
@@ -24,6 +25,7 @@ from gym_servers.resources.counter import CounterServer
 from gym_servers.stack.settings import SettingsError
 
 NAMES = ("env", "policy", "agent", "counter", "collection")
+CAPTURED = {f"{capture_routes.PREFIX}/{{key}}/manifest", f"{capture_routes.PREFIX}/{{key}}"}  # need the ledger
 ROW = {"initial_count": 10, "expected_count": 15}
 TASK = {
     "task_input": {"responses_create_params": {"input": "add 5 then get the count"}, "task_data": ROW},
@@ -65,7 +67,7 @@ def test_without_checkpoints_there_is_no_control_route_and_the_same_data_api(
     assert paths(on) - paths(off) == {
         f"{PREFIX}/{verb}"
         for verb in ("status", "prepare", "renew", "commit", "restore", "resume", "retire", "forget")
-    } | (paths(on) & {"/openapi.json"} - paths(off))
+    } | (paths(on) & {"/openapi.json"} - paths(off)) | (CAPTURED if name == "policy" else set())
 
 
 async def test_without_checkpoints_the_data_api_needs_no_episode_and_answers_the_same(tmp_path: Path) -> None:

@@ -1,129 +1,205 @@
-"""One episode's model calls: request digest, token ids, log-probabilities and the reply that was given.
+"""One episode's model calls: what was asked, the tokens, and the reply that was given.
 
-A record is one line of JSON followed by raw little-endian arrays (token ids int32, log-probabilities float32),
-because a long rollout has hundreds of thousands of them. Ids and log-probabilities always have equal length.
+Calls form chains: each names its parent, the call whose reply its conversation goes on from. `chain` is a digest over
+the parent's chain, the request and the tokens, so that two calls with one chain have one history.
+
+A record is one line of JSON followed by raw arrays. A child's prompt usually begins with all tokens of its parent;
+then only what follows is written, or a long rollout's record would grow with the square of its turns.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gym_servers.protocol.digests import canonical
+from gym_servers.capture.arrays import ArrayReader, float32, int32, to_bytes
+from gym_servers.capture.tokens import Frozen, Span, check
+from gym_servers.protocol.digests import canonical, digest_of, sha256
 from gym_servers.protocol.errors import ProtocolError
 
-FORMAT = 1
-
-
-def int32(values: Sequence[int]) -> array[int]:
-    return array("i", values)
-
-
-def float32(values: Sequence[float]) -> array[float]:
-    return array("f", values)
+FORMAT = 2
+READABLE = (1, 2)
 
 
 @dataclass(frozen=True)
 class CallRecord:
-    """One delivered call. `position` is its place in the episode ("<activation>.<n>"), empty where the caller
-    named none; `response` is the reply's body. Raises ValueError where the arrays' lengths differ."""
+    """One delivered call.
+
+    `position`: its place in the episode ("<activation>.<n>"), empty where the caller named none. `digest`: of the
+    request. `parent`: chain of the call it goes on from, empty for a first one. `turn`: digest of the conversation
+    up to and with its reply, by which a child is known. `response`: the reply's body. Raises ValueError where the
+    arrays' lengths differ.
+    """
 
     position: str
     digest: str
     prompt_ids: array[int]
     ids: array[int]
     logprobs: array[float]
-    weight_version: str
+    spans: tuple[Span, ...]
     response: Mapping[str, Any]
+    parent: str = ""
+    turn: str = ""
+    chain: str = ""
 
     def __post_init__(self) -> None:
-        if len(self.ids) != len(self.logprobs):
-            raise ValueError(f"{len(self.ids)} token ids but {len(self.logprobs)} log-probabilities")
+        check(self.ids, self.logprobs, self.spans)
+        if not self.chain:
+            tokens = sha256(to_bytes(self.prompt_ids) + to_bytes(self.ids))
+            object.__setattr__(self, "chain", digest_of([self.parent, self.digest, tokens]))
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """What a call had generated when a checkpoint froze it. `remaining`: tokens it may still generate. `skipped`: why
+    nothing of it is kept, empty where it goes on behind `tokens`."""
+
+    position: str
+    digest: str
+    parent: str
+    prompt_ids: array[int]
+    tokens: Frozen
+    remaining: int
+    skipped: str = ""
+
+    @property
+    def order(self) -> tuple[str, str, str, bytes]:
+        """Equal sets of prefixes make equal records."""
+        return self.position, self.digest, self.parent, to_bytes(self.tokens.ids)
 
 
 @dataclass
 class Ledger:
-    """The calls of one episode in the order of their delivery."""
+    """The calls of one episode in the order of their delivery, and prefixes of calls that had not ended."""
 
     calls: list[CallRecord] = field(default_factory=list)
-
-    def at(self, position: str) -> CallRecord | None:
-        """The call that was delivered at a position, None for one without a position."""
-        return next((c for c in self.calls if c.position == position), None) if position else None
+    prefixes: list[Prefix] = field(default_factory=list)
 
 
 def encode(key: str, ledger: Ledger) -> bytes:
     """A ledger as a record."""
-    calls = [
-        {
-            "position": call.position,
-            "digest": call.digest,
-            "prompt": len(call.prompt_ids),
-            "generated": len(call.ids),
-            "weight_version": call.weight_version,
-            "response": call.response,
-        }
-        for call in ledger.calls
-    ]
-    arrays = b"".join(_bytes(part) for call in ledger.calls for part in (call.prompt_ids, call.ids, call.logprobs))
-    return canonical({"format": FORMAT, "key": key, "calls": calls}) + b"\n" + arrays
+    known: dict[str, CallRecord] = {}
+    calls, arrays = [], list[bytes]()
+    for call in ledger.calls:
+        shared = _shared(known.get(call.parent), call.prompt_ids)
+        known[call.chain] = call
+        calls.append(
+            {
+                "position": call.position,
+                "digest": call.digest,
+                "parent": call.parent,
+                "turn": call.turn,
+                "chain": call.chain,
+                "shared": shared,
+                "prompt": len(call.prompt_ids) - shared,
+                "generated": len(call.ids),
+                "spans": _spans(call.spans),
+                "response": call.response,
+            }
+        )
+        arrays += [to_bytes(call.prompt_ids[shared:]), to_bytes(call.ids), to_bytes(call.logprobs)]
+    prefixes = []
+    for prefix in sorted(ledger.prefixes, key=lambda prefix: prefix.order):
+        shared = _shared(known.get(prefix.parent), prefix.prompt_ids)
+        prefixes.append(
+            {
+                "position": prefix.position,
+                "digest": prefix.digest,
+                "parent": prefix.parent,
+                "shared": shared,
+                "prompt": len(prefix.prompt_ids) - shared,
+                "generated": len(prefix.tokens.ids),
+                "spans": _spans(prefix.tokens.spans),
+                "finish": prefix.tokens.finish,
+                "remaining": prefix.remaining,
+                "skipped": prefix.skipped,
+            }
+        )
+        tokens = prefix.tokens
+        arrays += [to_bytes(prefix.prompt_ids[shared:]), to_bytes(tokens.ids), to_bytes(tokens.logprobs)]
+    head = {"format": FORMAT, "key": key, "calls": calls, "prefixes": prefixes}
+    return canonical(head) + b"\n" + b"".join(arrays)
 
 
 def decode(name: str, data: bytes) -> tuple[str, Ledger]:
     """The capture key and ledger of a record. Raises `invalid_checkpoint_state`."""
-    head, _, arrays = data.partition(b"\n")
+    head, _, rest = data.partition(b"\n")
     try:
         record = json.loads(head)
-        if record["format"] != FORMAT:
-            raise ValueError(f"format {record['format']} is not {FORMAT}")
-        calls, at = [], 0
-        for call in record["calls"]:
-            prompt, generated = int(call["prompt"]), int(call["generated"])
-            if at + 4 * (prompt + 2 * generated) > len(arrays):
-                raise ValueError("token arrays are cut short")
-            prompt_ids, at = _ints(arrays, at, prompt)
-            ids, at = _ints(arrays, at, generated)
-            logprobs, at = _floats(arrays, at, generated)
-            calls.append(
-                CallRecord(
-                    call["position"],
-                    call["digest"],
-                    prompt_ids,
-                    ids,
-                    logprobs,
-                    call["weight_version"],
-                    call["response"],
-                )
-            )
-        if at != len(arrays):
-            raise ValueError("bytes are left over")
-        return str(record["key"]), Ledger(calls)
-    except (KeyError, TypeError, ValueError) as error:
+        if record["format"] not in READABLE:
+            raise ValueError(f"format {record['format']} is none of {READABLE}")
+        arrays, ledger = ArrayReader(rest), Ledger()
+        known: dict[str, CallRecord] = {}
+        for entry in record["calls"]:
+            call = _call(entry, arrays, known)
+            known[call.chain] = call
+            ledger.calls.append(call)
+        ledger.prefixes = [_prefix(entry, arrays, known) for entry in record.get("prefixes", ())]
+        arrays.end()
+        return str(record["key"]), ledger
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise ProtocolError("invalid_checkpoint_state", f"record {name}: {error}") from error
 
 
-def _bytes(values: array[Any]) -> bytes:
-    if sys.byteorder == "big":
-        values = array(values.typecode, values)
-        values.byteswap()
-    return values.tobytes()
+def _call(entry: Mapping[str, Any], arrays: ArrayReader, known: Mapping[str, CallRecord]) -> CallRecord:
+    generated = int(entry["generated"])
+    old = "weight_version" in entry  # format 1: one version for all of a call, and no chain
+    spans = _old_spans(entry, generated) if old else _read_spans(entry["spans"])
+    return CallRecord(
+        entry["position"],
+        entry["digest"],
+        _prompt(entry, arrays, known),
+        arrays.ints(generated),
+        arrays.floats(generated),
+        spans,
+        entry["response"],
+        entry.get("parent", ""),
+        entry.get("turn", ""),
+        entry.get("chain", ""),
+    )
 
 
-def _ints(data: bytes, at: int, count: int) -> tuple[array[int], int]:
-    return _array(array("i"), data, at, count)
+def _prefix(entry: Mapping[str, Any], arrays: ArrayReader, known: Mapping[str, CallRecord]) -> Prefix:
+    generated = int(entry["generated"])
+    prompt = _prompt(entry, arrays, known)
+    ids, logprobs = arrays.ints(generated), arrays.floats(generated)
+    tokens = Frozen(ids, logprobs, _read_spans(entry["spans"]), entry["finish"])
+    left, why = int(entry["remaining"]), str(entry["skipped"])
+    return Prefix(entry["position"], entry["digest"], entry["parent"], prompt, tokens, left, why)
 
 
-def _floats(data: bytes, at: int, count: int) -> tuple[array[float], int]:
-    return _array(array("f"), data, at, count)
+def _prompt(entry: Mapping[str, Any], arrays: ArrayReader, known: Mapping[str, CallRecord]) -> array[int]:
+    own, shared = arrays.ints(int(entry["prompt"])), int(entry.get("shared", 0))
+    if not shared:
+        return own
+    parent = known[entry["parent"]]
+    whole = parent.prompt_ids + parent.ids
+    if shared != len(whole):
+        raise ValueError(f"a prompt goes on from {shared} tokens, its parent has {len(whole)}")
+    return whole + own
 
 
-def _array(values: array[Any], data: bytes, at: int, count: int) -> tuple[array[Any], int]:
-    end = at + 4 * count
-    values.frombytes(data[at:end])
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values, end
+def _shared(parent: CallRecord | None, prompt: array[int]) -> int:
+    """How many tokens of a prompt need not be written: all of its parent's, or none."""
+    if parent is None:
+        return 0
+    whole = parent.prompt_ids + parent.ids
+    return len(whole) if prompt[: len(whole)] == whole else 0
+
+
+def _spans(spans: Iterable[Span]) -> list[list[Any]]:
+    return [[span.version, span.start, span.end] for span in spans]
+
+
+def _read_spans(entries: Sequence[Sequence[Any]]) -> tuple[Span, ...]:
+    return tuple(Span(str(version), int(start), int(end)) for version, start, end in entries)
+
+
+def _old_spans(entry: Mapping[str, Any], generated: int) -> tuple[Span, ...]:
+    return (Span(str(entry["weight_version"]), 0, generated),) if generated else ()
+
+
+__all__ = ["CallRecord", "Ledger", "Prefix", "decode", "encode", "float32", "int32"]

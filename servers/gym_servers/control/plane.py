@@ -385,6 +385,7 @@ class ControlPlane:
             to_retire=self.participant.to_retire(),
             to_forget=self.participant.to_forget()[:1000],
             progress=self.participant.progress(),
+            generations=self.participant.generations(),
             problem=self.participant.problem,
         )
 

@@ -1,103 +1,248 @@
-"""The policy model server's routes: `/v1/responses`."""
+"""The policy model server's routes: `/v1/responses` and `/v1/chat/completions`.
+
+A streamed reply is sent as a whole once it may go out: a checkpoint then never waits for a reply that is half sent,
+and a rollout's client has no use for the first half.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
 
-from gym_servers.capture.ledger import CallRecord, float32, int32
+from gym_servers.capture.arrays import int32
+from gym_servers.capture.ledger import CallRecord
 from gym_servers.http.apps import base_app, json_object
 from gym_servers.http.episode_path import current_episode
+from gym_servers.http.peers import CONNECT_RETRY_SECONDS
+from gym_servers.model import chat_api, responses_api
+from gym_servers.model.conversation import Conversation, after
 from gym_servers.model.dialect import Dialect
-from gym_servers.model.engine_client import EngineClient
+from gym_servers.model.engine_client import EngineBroke, EngineClient
+from gym_servers.model.generation import LENGTH, Outages, generate
+from gym_servers.model.reply import Reply, server_sent
 from gym_servers.participants.model import ModelParticipant
+from gym_servers.participants.model_call import Asked, Call
 from gym_servers.protocol import headers
 from gym_servers.protocol.digests import digest_of
 from gym_servers.protocol.errors import ProtocolError
+from gym_servers.protocol.identity import Episode
 
-DEFAULT_MAX_TOKENS = 4096
+MAX_TOKENS = 4096  # of a call that does not say how many it wants
 
 
-def create_app(participant: ModelParticipant, engine: EngineClient, dialect: Dialect, model: str) -> FastAPI:
+@dataclass(frozen=True)
+class Policy:
+    """What generates, and how where a caller leaves it open. `context`: tokens of prompt and generation together,
+    None for what the engine says; `sampling`: options under the caller's own; `training`: replies bring token ids and
+    log-probabilities."""
+
+    engine: EngineClient
+    dialect: Dialect
+    max_tokens: int = MAX_TOKENS
+    context: int | None = None
+    bounded: bool = False  # the engine refuses what does not fit: never ask it for more
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    training: bool = False
+
+
+@dataclass(frozen=True)
+class Api:
+    """One of the two ways to ask: how a request is read, and how a reply is written."""
+
+    read: Callable[[Mapping[str, Any], Mapping[str, Any]], Conversation]
+    write: Callable[[Mapping[str, Any], Reply], dict[str, Any]]
+    events: Callable[[Mapping[str, Any], Mapping[str, Any]], Iterable[tuple[str | None, Any]]]
+
+
+def _chat_events(params: Mapping[str, Any], body: Mapping[str, Any]) -> Iterable[tuple[str | None, Any]]:
+    options = params.get("stream_options")
+    return chat_api.events_of(body, usage=isinstance(options, dict) and bool(options.get("include_usage")))
+
+
+RESPONSES = Api(responses_api.conversation_of, responses_api.body_of, lambda _, body: responses_api.events_of(body))
+CHAT = Api(chat_api.conversation_of, chat_api.body_of, _chat_events)
+
+
+def create_app(participant: ModelParticipant, policy: Policy) -> FastAPI:
     gate = participant.gate
     app = base_app("policy-model", lambda: gate.is_open or gate.checkpoint_open)
 
-    @app.post("/v1/responses")
-    async def responses(request: Request) -> dict[str, Any]:
+    def tell(problem: str) -> None:
+        participant.problem = problem
+
+    generator = _Generator(policy, Outages(tell, lambda: gate.clock()))
+
+    async def answer(request: Request, api: Api) -> Response:
         params = await json_object(request)
         try:
-            prompt = dialect.render(params)
-            max_tokens, temperature = _sampling(params)
+            conversation = api.read(params, policy.sampling)
+            digest = digest_of({name: params[name] for name in params if name not in ("stream", "stream_options")})
+            turns = conversation.turns()
         except (ValueError, OverflowError) as error:
             raise ProtocolError("invalid_request", f"the request cannot be given to the model: {error}") from error
         episode, position = current_episode(), request.headers.get(headers.MODEL_CALL, "")
         if episode is None and gate.enabled:
             raise ProtocolError("rollout_id_required", "the policy is called below /ng-rollout/<rollout id>/")
-        digest = digest_of(params)
+        budget, why = conversation.sampling.max_tokens or policy.max_tokens, conversation.sampling.unfaithful
+        asked = Asked(position, digest, turns, budget, why)
 
-        async def generate() -> CallRecord:
-            # The stem names the call, not the attempt: an uninterrupted and a continued rollout have equal ids.
-            stem = digest_of([episode.rollout_id, position])[:24] if episode and position else uuid.uuid4().hex[:24]
-            ids, logprobs, finish = int32([]), float32([]), None
-            request_id = f"{episode.key if episode else '-'}/{position or '-'}/{uuid.uuid4().hex[:8]}"
-            async for delta in engine.generate(
-                prompt,
-                max_tokens=max_tokens,
-                temperature=temperature,
-                request_id=request_id,
-            ):
-                ids.extend(delta.ids)
-                logprobs.extend(delta.logprobs)
-                finish = delta.finish_reason or finish
-            response = _response(params, model, stem, dialect.parse(ids, stem), len(prompt), len(ids), finish)
-            return CallRecord(position, digest, int32(prompt), ids, logprobs, "", response)
+        async def work(call: Call) -> CallRecord:
+            return await generator.record(call, conversation, lambda reply: api.write(params, reply))
 
         if episode is None or not gate.enabled:
-            return dict((await generate()).response)
-        return dict((await participant.call(episode, position, digest, generate)).response)
+            alone = Call(episode or Episode(f"anonymous.{uuid.uuid4().hex}", 0), asked, budget=budget)
+            record = await _while_connected(request, work(alone))
+        else:
+            record = await _while_connected(request, participant.call(episode, asked, work))
+        if params.get("stream"):
+            body = server_sent(api.events(params, record.response))
+            return Response(body, media_type="text/event-stream", headers={"cache-control": "no-store"})
+        return JSONResponse(record.response)
+
+    @app.post("/v1/responses")
+    async def responses(request: Request) -> Response:
+        return await answer(request, RESPONSES)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        return await answer(request, CHAT)
 
     return app
 
 
-def _sampling(params: Mapping[str, Any]) -> tuple[int, float]:
-    """How many tokens to generate at most, and at which temperature. Raises ValueError."""
-    most, temperature = params.get("max_output_tokens"), params.get("temperature")
-    if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
-        raise ValueError("`max_output_tokens` must be a whole number above 0")
-    if temperature is not None and (isinstance(temperature, bool) or not isinstance(temperature, int | float)):
-        raise ValueError("`temperature` must be a number")
-    return most or DEFAULT_MAX_TOKENS, float(temperature or 0.0)
+class _Generator:
+    """Makes the record of a call: prompt, tokens, reply."""
+
+    def __init__(self, policy: Policy, outages: Outages) -> None:
+        self._policy, self._outages = policy, outages
+        self._context = policy.context
+
+    async def record(
+        self, call: Call, conversation: Conversation, write: Callable[[Reply], dict[str, Any]]
+    ) -> CallRecord:
+        policy, asked = self._policy, call.asked
+        if call.prompt is None:
+            try:
+                call.prompt = int32(policy.dialect.render(conversation, call.parent))
+            except ValueError as error:
+                raise ProtocolError(
+                    "invalid_request", f"the conversation cannot be given to the model: {error}"
+                ) from error
+        budget = call.budget = await self._fitting(len(call.prompt), call.budget)
+        tokens, stem = call.tokens, _stem(call)
+        name = f"{_name(call)}/{asked.position or '-'}"
+        await generate(
+            policy.engine,
+            call.prompt,
+            conversation.sampling,
+            budget,
+            tokens,
+            name,
+            self._outages,
+            call.begin_stream,
+        )
+        message = policy.dialect.parse(tokens.ids, call.prompt, conversation, stem)
+        training: dict[str, Any] = {}
+        if policy.training:
+            training = {
+                "prompt_token_ids": call.prompt.tolist(),
+                "generation_token_ids": tokens.ids.tolist(),
+                "generation_log_probs": tokens.logprobs.tolist(),
+            }
+        reply = Reply(
+            stem,
+            policy.engine.model,
+            message,
+            len(call.prompt),
+            len(tokens),
+            tokens.finish == LENGTH,
+            time.time(),
+            training,
+        )
+        whole = tokens.frozen()
+        turns = conversation.turns()
+        return CallRecord(
+            asked.position,
+            asked.digest,
+            call.prompt,
+            whole.ids,
+            whole.logprobs,
+            whole.spans,
+            write(reply),
+            call.parent_chain,
+            after(turns[-1], message) if turns else "",
+        )
+
+    async def _fitting(self, prompt: int, budget: int) -> int:
+        """The budget, cut to what the model's context leaves. Raises `invalid_request` where it leaves nothing."""
+        if not self._policy.bounded:
+            return budget
+        if self._context is None:
+            self._context = await self._asked_context()
+        if prompt >= self._context:
+            raise ProtocolError(
+                "invalid_request",
+                f"the conversation has {prompt} tokens, the model's context is {self._context}: send less of it",
+            )
+        return min(budget, self._context - prompt)
+
+    async def _asked_context(self) -> int:
+        while True:
+            try:
+                found = await self._policy.engine.context_length()
+                self._outages.answered()
+                return found if found is not None else 2**31 - 1
+            except EngineBroke as broke:
+                self._outages.failed(str(broke))
+                await asyncio.sleep(CONNECT_RETRY_SECONDS)
 
 
-def _response(
-    params: Mapping[str, Any],
-    model: str,
-    stem: str,
-    output: list[dict[str, Any]],
-    prompt_tokens: int,
-    generated: int,
-    finish: str | None,
-) -> dict[str, Any]:
-    incomplete = finish == "length"
-    return {
-        "id": f"resp_{stem}",
-        "object": "response",
-        "created_at": time.time(),
-        "model": params.get("model") or model,
-        "status": "incomplete" if incomplete else "completed",
-        "incomplete_details": {"reason": "max_output_tokens"} if incomplete else None,
-        "error": None,
-        "output": output,
-        "parallel_tool_calls": bool(params.get("parallel_tool_calls", True)),
-        "tool_choice": params.get("tool_choice") or "auto",
-        "tools": params.get("tools") or [],
-        "usage": {
-            "input_tokens": prompt_tokens,
-            "output_tokens": generated,
-            "total_tokens": prompt_tokens + generated,
-        },
-    }
+def _name(call: Call) -> str:
+    """Whose call it is, for the engine's logs."""
+    return "-" if call.episode.rollout_id.startswith("anonymous.") else call.key
+
+
+def _stem(call: Call) -> str:
+    """Names the call, not the attempt: an uninterrupted and a continued rollout have equal ids."""
+    rollout, asked = call.episode.rollout_id, call.asked
+    if rollout.startswith("anonymous."):
+        return uuid.uuid4().hex[:24]
+    if asked.position:
+        return digest_of([rollout, asked.position])[:24]
+    return digest_of([rollout, call.parent_chain, asked.digest, call.repeat])[:24]
+
+
+async def _while_connected(request: Request, work: Any) -> CallRecord:
+    """The result of `work`, which is told to end when the caller goes away."""
+    task = asyncio.ensure_future(work)
+    left = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({task, left}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+        record: CallRecord = await task
+        return record
+    except asyncio.CancelledError:
+        task.cancel()
+        if left.done() and not _cancelled_from_outside():
+            raise ProtocolError("checkpoint_error", "the caller has gone away") from None
+        raise
+    finally:
+        left.cancel()
+
+
+def _cancelled_from_outside() -> bool:
+    current = asyncio.current_task()
+    return current is not None and current.cancelling() > 0
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,20 +1,31 @@
-"""How a model server turns Responses parameters into token ids and generated ids into output items.
+"""How a model server turns a conversation into token ids and generated ids into a message.
 
 One implementation per engine. The model participant and the routes know only this.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
+
+from gym_servers.capture.ledger import CallRecord
+from gym_servers.model.conversation import Conversation, Message
 
 
 class Dialect(Protocol):
-    def render(self, params: Mapping[str, Any]) -> list[int]:
-        """Prompt token ids. Raises ValueError for parameters this model cannot be given."""
+    def render(self, conversation: Conversation, parent: CallRecord | None) -> list[int]:
+        """Prompt token ids. `parent` is the call whose reply the conversation goes on from: its tokens are taken over
+        as they were, where the model's own form of a conversation allows it.
+
+        Raises ValueError for a conversation this model cannot be given."""
         ...
 
-    def parse(self, ids: Sequence[int], call_ids: str) -> list[dict[str, Any]]:
-        """Output items of a generation; `call_ids` is the stem of tool call ids, so that equal trajectories have
-        equal ids."""
+    def parse(self, ids: Sequence[int], prompt: Sequence[int], conversation: Conversation, stem: str) -> Message:
+        """The message of a generation. `stem` names its tool calls, so that equal trajectories have equal ids. What
+        cannot be read as a tool call is text."""
         ...
+
+
+def call_id(stem: str, number: int) -> str:
+    """The id of a message's tool call, counted from 0."""
+    return f"call_{stem}" if number == 0 else f"call_{stem}_{number}"

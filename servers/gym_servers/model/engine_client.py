@@ -1,112 +1,123 @@
-"""Streams one generation from an OpenAI-compatible engine: token ids in, token ids and log-probabilities out."""
+"""Streams generations from an OpenAI-compatible engine: token ids in, token ids and log-probabilities out."""
 
 from __future__ import annotations
 
-import asyncio
-import json
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 import httpx
 
-from gym_servers.http.peers import CONNECT_RETRY_SECONDS
+from gym_servers.capture.chunks import Delta, NoChunk, delta_of, words_of
+from gym_servers.protocol import headers
 from gym_servers.protocol.errors import ProtocolError
 
 READ_SECONDS = 60.0  # without a byte from the engine: then it is asked again
-TELL_SECONDS = 30.0  # how long it is away before people are told
 
 
-@dataclass(frozen=True)
-class Delta:
-    """Tokens that arrived together; `finish_reason` is set on the last."""
+class EngineBroke(Exception):
+    """The engine cannot be reached, is not able to answer now, or broke off: to be tried again. `slow`: it is there,
+    and has not answered in time."""
 
-    ids: Sequence[int]
-    logprobs: Sequence[float]
-    finish_reason: str | None
+    def __init__(self, reason: str, *, slow: bool = False) -> None:
+        super().__init__(reason)
+        self.slow = slow
 
 
 class EngineClient:
-    """`/v1/completions` of an engine at `base_url`. `tell` gets what keeps the engine from answering, empty once it
-    answers again."""
+    """`/v1/completions` of an engine at `base_url`, which serves `model`. `api_key` where it wants one.
+    `says_version`: it tells the version of its weights at `/weight_info`."""
 
-    def __init__(self, base_url: str, model: str, tell: Callable[[str], None] = lambda problem: None) -> None:
-        self._url, self._model = base_url.rstrip("/") + "/v1/completions", model
-        self._tell = tell
-        self._away_since: float | None = None
-        self._client = httpx.AsyncClient(
+    def __init__(self, base_url: str, model: str, api_key: str = "", *, says_version: bool = False) -> None:
+        self.base_url, self.model = base_url.rstrip("/"), model
+        self._says_version = says_version
+        self.http = httpx.AsyncClient(
+            timeout=httpx.Timeout(READ_SECONDS, connect=5.0),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=128),
+            headers={"authorization": f"Bearer {api_key}"} if api_key else {},
             trust_env=False,
         )
 
     async def aclose(self) -> None:
-        await self._client.aclose()
+        await self.http.aclose()
 
-    async def generate(
-        self, prompt: Sequence[int], *, max_tokens: int, temperature: float, request_id: str
-    ) -> AsyncIterator[Delta]:
-        """Deltas until the generation ends. An engine that cannot be reached is tried again until the first
-        delta; after that a broken stream raises ProtocolError, for the call to be issued again.
+    async def context_length(self) -> int | None:
+        """How many tokens prompt and generation may have together, None where the engine does not say.
 
-        It is waited for without a bound of its own: a call that failed would fail a rollout that can be continued,
-        and what bounds the work is the episode's limit."""
+        Raises EngineBroke, and `invalid_request` where it does not serve the model."""
+        try:
+            response = await self.http.get(f"{self.base_url}/v1/models")
+            found = response.json()["data"] if response.is_success else None
+        except (httpx.TransportError, ValueError, KeyError, TypeError) as error:
+            raise EngineBroke(f"{type(error).__name__} from {self.base_url}/v1/models") from error
+        if found is None:
+            raise EngineBroke(f"{self.base_url}/v1/models answered {response.status_code}")
+        ours = next((one for one in found if one.get("id") == self.model), None)
+        if ours is None:
+            names = ", ".join(str(one.get("id")) for one in found)
+            raise ProtocolError("invalid_request", f"the engine does not serve {self.model}; it serves {names}")
+        length = ours.get("max_model_len")
+        return int(length) if length else None
+
+    async def weight_version(self) -> str:
+        """The version of the weights that the engine uses now, empty where it does not say."""
+        if not self._says_version:
+            return ""
+        try:
+            response = await self.http.get(f"{self.base_url}/weight_info")
+            return str(response.json().get("weight_version") or "") if response.is_success else ""
+        except (httpx.TransportError, ValueError, AttributeError):
+            return ""
+
+    async def stream(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        options: Mapping[str, Any],
+        request_id: str,
+        ticket: str = "",
+        read_seconds: float = READ_SECONDS,
+    ) -> AsyncGenerator[Delta, None]:
+        """Deltas of one generation until its end. Whoever stops reading stops the engine. `ticket` names this stream
+        to what runs beside the engine.
+
+        Raises EngineBroke, and `invalid_request` with the engine's reason for what it refuses."""
         body = {
-            "model": self._model,
+            **options,
+            "model": self.model,
             "prompt": list(prompt),
             "max_tokens": max_tokens,
-            "temperature": temperature,
             "stream": True,
             "return_token_ids": True,
             "logprobs": 0,
         }
-        started, read_seconds = False, READ_SECONDS
-        while True:
-            try:
-                async for delta in self._stream(body, request_id, read_seconds):
-                    started = True
-                    self._answered()
-                    yield delta
-                return
-            except httpx.TransportError as error:
-                if started:
-                    raise ProtocolError("checkpoint_error", "the engine broke off a generation") from error
-                if isinstance(error, httpx.ReadTimeout):
-                    read_seconds *= (
-                        2  # it is there and slow: asked again in the same way it would never get to answer
-                    )
-                self._failed(error)
-                await asyncio.sleep(CONNECT_RETRY_SECONDS)
+        named = {"x-request-id": request_id, **({headers.TICKET: ticket} if ticket else {})}
+        try:
+            async with self.http.stream(
+                "POST",
+                f"{self.base_url}/v1/completions",
+                json=body,
+                headers=named,
+                timeout=httpx.Timeout(read_seconds, connect=5.0),
+            ) as response:
+                if not response.is_success:
+                    await response.aread()
+                    raise _refused(response)
+                async for line in response.aiter_lines():
+                    if (delta := delta_of(line)) is not None:
+                        yield delta
+        except httpx.TransportError as error:
+            slow = isinstance(error, httpx.ReadTimeout)
+            raise EngineBroke(f"{type(error).__name__} from {self.base_url}", slow=slow) from error
+        except NoChunk as error:
+            raise EngineBroke(str(error)) from error
 
-    def _answered(self) -> None:
-        if self._away_since is not None:
-            self._away_since = None
-            self._tell("")
 
-    def _failed(self, error: httpx.TransportError) -> None:
-        now = asyncio.get_running_loop().time()
-        if self._away_since is None:
-            self._away_since = now
-        away = now - self._away_since
-        if away >= TELL_SECONDS:
-            self._tell(f"the engine has not answered for {away:.0f} s: {type(error).__name__}")
-
-    async def _stream(self, body: dict[str, Any], request_id: str, read_seconds: float) -> AsyncIterator[Delta]:
-        async with self._client.stream(
-            "POST",
-            self._url,
-            json=body,
-            headers={"x-request-id": request_id},
-            timeout=httpx.Timeout(read_seconds, connect=5.0),
-        ) as response:
-            if not response.is_success:
-                raise ProtocolError("checkpoint_error", f"the engine answered {response.status_code}")
-            async for line in response.aiter_lines():
-                payload = line.removeprefix("data: ")
-                if payload == line or payload == "[DONE]":
-                    continue
-                choice = json.loads(payload)["choices"][0]
-                yield Delta(
-                    choice.get("token_ids") or [],
-                    (choice.get("logprobs") or {}).get("token_logprobs") or [],
-                    choice.get("finish_reason"),
-                )
+def _refused(response: httpx.Response) -> Exception:
+    if response.status_code >= 500 or response.status_code == httpx.codes.TOO_MANY_REQUESTS:
+        return EngineBroke(f"the engine answered {response.status_code}")
+    try:
+        words = words_of(response.json())
+    except ValueError:
+        words = ""
+    reason = f"the engine answered {response.status_code}: {words or 'no reason given'}"
+    return ProtocolError("invalid_request", reason)

@@ -1,47 +1,43 @@
-"""The scripted engine's dialect: UTF-8 bytes as token ids, the conversation as JSON, tool calls in tags."""
+"""The scripted engine's dialect: UTF-8 bytes as token ids, the conversation as a line of JSON, tool calls in tags."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
+
+from gym_servers.capture.ledger import CallRecord
+from gym_servers.model.conversation import Conversation, Message, ToolCall, arguments_text
+from gym_servers.model.dialect import call_id
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class ScriptedDialect:
-    def render(self, params: Mapping[str, Any]) -> list[int]:
-        given = params.get("input")
-        if isinstance(given, str):
-            given = [{"role": "user", "content": given}]
-        if not isinstance(given, list):
-            raise ValueError("`input` must be a text or a list of items")
-        return list(json.dumps(given, separators=(",", ":"), sort_keys=True).encode())
+    def render(self, conversation: Conversation, parent: CallRecord | None) -> list[int]:
+        items = [item for message in conversation.messages for item in _items(message)]
+        # The line's end tells the conversation from what was generated after it.
+        return list(json.dumps(items, separators=(",", ":"), sort_keys=True).encode() + b"\n")
 
-    def parse(self, ids: Sequence[int], call_ids: str) -> list[dict[str, Any]]:
+    def parse(self, ids: Sequence[int], prompt: Sequence[int], conversation: Conversation, stem: str) -> Message:
         text = bytes(list(ids)).decode(errors="replace")
         before, tag, rest = text.partition(OPEN)
-        if not tag:
-            return [_message(text, call_ids)]
-        call = json.loads(rest.partition(CLOSE)[0])
-        return [
-            _message(before.strip(), call_ids),
-            {
-                "type": "function_call",
-                "id": f"fc_{call_ids}",
-                "call_id": f"call_{call_ids}",
-                "name": call["name"],
-                "arguments": json.dumps(call["arguments"], separators=(",", ":")),
-                "status": "completed",
-            },
-        ]
+        try:
+            call = json.loads(rest.partition(CLOSE)[0]) if tag else None
+        except ValueError:  # cut short by its budget
+            call = None
+        if call is None:
+            return Message("assistant", text)
+        asked = ToolCall(call_id(stem, 0), call["name"], arguments_text(call["arguments"]))
+        return Message("assistant", before.strip(), (asked,))
 
 
-def _message(text: str, call_ids: str) -> dict[str, Any]:
-    return {
-        "type": "message",
-        "id": f"msg_{call_ids}",
-        "role": "assistant",
-        "status": "completed",
-        "content": [{"type": "output_text", "text": text, "annotations": []}],
-    }
+def _items(message: Message) -> list[dict[str, Any]]:
+    if message.role == "tool":
+        return [{"type": "function_call_output", "call_id": message.answers, "output": message.content}]
+    items: list[dict[str, Any]] = []
+    if message.content or not message.calls:
+        items.append({"role": message.role, "content": message.content})
+    for call in message.calls:
+        items.append({"type": "function_call", "call_id": call.id, "name": call.name, "arguments": call.arguments})
+    return items

@@ -157,3 +157,7 @@ class Participant(abc.ABC):
 
     def progress(self) -> dict[str, int]:
         return {}
+
+    def generations(self) -> dict[str, int]:
+        """What became of model calls since the process began; none elsewhere than at a policy model."""
+        return {}

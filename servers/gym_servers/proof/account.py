@@ -32,6 +32,7 @@ class Account:
     calls_lost: int
     tokens_generated: int
     tokens_needed: int
+    tokens_kept: int
     problems: list[str]
 
     @property
@@ -58,6 +59,7 @@ class Account:
             "model": {
                 "tokens_generated": self.tokens_generated,
                 "tokens_needed_without_kill": self.tokens_needed,
+                "tokens_kept_of_calls_in_progress": self.tokens_kept,
             },
         }
 
@@ -90,6 +92,7 @@ def account(
             continued=history.continued and not history.repeated,
             restarted=not history.continued and episode.attempt > 0 and _ran_before(episode, journals),
             tokens=int(row["response"]["usage"]["output_tokens"]),
+            kept=history.kept_tokens,
         )
         if lost or doubled:
             problems.append(f"rollout {episode.key} lost {lost} and doubled {doubled} tool effects")
@@ -109,6 +112,7 @@ def account(
         calls_lost=totals["lost"],
         tokens_generated=journals.tokens,
         tokens_needed=totals["tokens"],
+        tokens_kept=totals["kept"],
         problems=problems,
     )
 

@@ -25,17 +25,20 @@ Entry = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Cut:
-    """One checkpoint as its records say: per capture key the effects counted and the model calls delivered."""
+    """One checkpoint as its records say: per capture key the effects counted, the model calls delivered, and how many
+    tokens were kept of calls in progress, by their prompt."""
 
     effects: Mapping[str, int]
     calls: Mapping[str, frozenset[str]]
     episodes: frozenset[str]
+    prefixes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
 def read_cut(store: ObjectStore, publication: Publication) -> Cut:
     """Read a published checkpoint's own records. Blocks. Raises ProtocolError where they do not verify."""
     effects: dict[str, int] = {}
     calls: dict[str, frozenset[str]] = {}
+    prefixes: dict[str, dict[str, int]] = {}
     for member in publication.members:
         if member.kind not in ("resources", "model"):
             continue
@@ -47,7 +50,12 @@ def read_cut(store: ObjectStore, publication: Publication) -> Cut:
             else:
                 key, ledger = decode(name, data)
                 calls[key] = frozenset(digest_of(list(call.prompt_ids)) for call in ledger.calls)
-    return Cut(effects, calls, frozenset(publication.episodes))
+                prefixes[key] = {
+                    digest_of(list(prefix.prompt_ids)): len(prefix.tokens.ids)
+                    for prefix in ledger.prefixes
+                    if not prefix.skipped
+                }
+    return Cut(effects, calls, frozenset(publication.episodes), prefixes)
 
 
 @dataclass
@@ -56,7 +64,7 @@ class Journals:
 
     effects: dict[Episode, list[Entry]] = field(default_factory=lambda: defaultdict(list))
     seeds: set[Episode] = field(default_factory=set)
-    prompts: dict[Episode, set[str]] = field(default_factory=lambda: defaultdict(set))
+    prompts: dict[Episode, dict[str, int]] = field(default_factory=lambda: defaultdict(dict))  # to the first token
     tokens: int = 0
 
 
@@ -68,7 +76,9 @@ def sort_journal(entries: Sequence[Entry]) -> Journals:
             journals.tokens += int(entry["count"])
             key = str(entry["request"]).partition("/")[0]
             if key != "-":
-                journals.prompts[parse_key(key)].add(str(entry["prompt"]))
+                known, prompt = journals.prompts[parse_key(key)], str(entry["prompt"])
+                first = int(entry.get("from", 0))
+                known[prompt] = min(first, known.get(prompt, first))
             continue
         episode = Episode(str(entry["rollout"]), int(entry["attempt"]))
         if entry["kind"] == "seed":
@@ -84,7 +94,8 @@ class History:
 
     effects: list[Entry]
     continued: bool
-    repeated: bool  # something delivered or done before the cut occurs again in the continuing attempt
+    repeated: bool  # something delivered, done or generated before the cut occurs again in the continuing attempt
+    kept_tokens: int = 0  # generated before a cut in calls that went on behind it
 
 
 def surviving(episode: Episode, journals: Journals, restored: Mapping[int, Cut]) -> History:
@@ -101,10 +112,16 @@ def surviving(episode: Episode, journals: Journals, restored: Mapping[int, Cut])
     kept = before.effects[: cut.effects.get(source.key, 0)]
     done = {entry["call_id"] for entry in kept}
     delivered = cut.calls.get(source.key, frozenset())
-    repeated = any(entry["call_id"] in done for entry in own) or bool(
-        delivered & journals.prompts.get(episode, set())
+    asked = journals.prompts.get(episode, {})
+    prefixes = cut.prefixes.get(source.key, {})
+    repeated = (
+        before.repeated
+        or any(entry["call_id"] in done for entry in own)
+        or bool(delivered & set(asked))
+        or any(asked.get(prompt, tokens) < tokens for prompt, tokens in prefixes.items())
     )
-    return History([*kept, *own], continued=True, repeated=repeated or before.repeated)
+    kept_tokens = before.kept_tokens + sum(prefixes.values())
+    return History([*kept, *own], continued=True, repeated=repeated, kept_tokens=kept_tokens)
 
 
 def _source(episode: Episode, cut: Cut | None) -> Episode | None:

@@ -127,6 +127,7 @@ class Status(Answer):
     to_retire: list[str] = []
     to_forget: list[str] = []
     progress: dict[str, int] = {}  # (+) collection: expected, rows, failed, ended, complete
+    generations: dict[str, int] = {}  # (+) model: what was cut, continued, and generated anew, by reason
     problem: str = ""  # (+) what keeps the process from its work, for people
 
 

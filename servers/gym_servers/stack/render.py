@@ -96,6 +96,11 @@ def checkpoint_root(storage: StorageSpec | StorageSettings, identity: StackIdent
     return f"{stack_root(storage, identity)}/cell-{cell}"
 
 
+def cell_folder(identity: StackIdentity, cell: int) -> str:
+    """The last parts of that URI: what is a cell's own below a storage that stacks share."""
+    return f"{identity.uid}/cell-{cell}"
+
+
 def _storage(spec: StackSpec) -> StorageSettings:
     storage = spec.checkpoints.storage
     if storage is None:

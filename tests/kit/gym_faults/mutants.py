@@ -155,14 +155,14 @@ MUTANTS = (
     Mutant(
         "the ledger exports undelivered calls",
         "participants/model.py",
-        "        record = await generate()\n        await self.gate.wait_checkpoint_closed()\n",
-        "        record = await generate()\n",
+        "        record = await generate(call)\n        await self.gate.wait_checkpoint_closed()\n",
+        "        record = await generate(call)\n",
     ),
     Mutant(
         "lose a held reply",
         "participants/model.py",
-        "        record = await generate()\n",
-        "        record = await generate()\n"
+        "        record = await generate(call)\n",
+        "        record = await generate(call)\n"
         "        if self.gate.checkpoint_open:\n"
         "            await asyncio.get_running_loop().create_future()\n",
     ),
@@ -194,7 +194,26 @@ MUTANTS = (
     Mutant(
         "forget the ledger at restore",
         "participants/model.py",
-        "        self._ledgers.update(staged)\n",
+        "            self._ledgers.install(key, ledger)\n",
+        "",
+    ),
+    Mutant(
+        "forget what was generated when admission closed",
+        "participants/model.py",
+        "                self._prefixes[key] = list(ledger.prefixes)\n",
+        "                pass\n",
+    ),
+    Mutant(
+        "cut calls go on growing in the checkpoint",
+        "participants/model.py",
+        "        cut = self._cutting.prefixes\n",
+        "        from gym_servers.capture.cuts import freeze\n\n"
+        "        cut = freeze(self._calls).prefixes if self._cutting.prefixes else {}\n",
+    ),
+    Mutant(
+        "a prefix is not taken over",
+        "participants/model.py",
+        "        self._claim(call)\n",
         "",
     ),
     # ---- idempotence ----
@@ -213,8 +232,8 @@ MUTANTS = (
     Mutant(
         "a model call is generated again",
         "participants/model.py",
-        "if ledger is not None and (known := ledger.at(position)) is not None:",
-        "if ledger is not None and (known := ledger.at(position)) is not None and False:",
+        "        if known is not None:\n            same_request",
+        "        if known is not None and False:\n            same_request",
     ),
     Mutant(
         "an episode that runs is not joined",

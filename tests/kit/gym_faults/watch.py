@@ -317,7 +317,8 @@ def held(participant: Any) -> set[str]:
         case "environment":
             return {*participant._live, *(record.episode.key for record in participant._unclaimed.values())}
         case "model":
-            return {*participant._ledgers, *(call.episode.key for call in participant._calls)}
+            calls = (call.key for call in participant._calls)
+            return {*participant._ledgers, *participant._prefixes, *calls}
         case _:
             return {session.episode.key for session in held_sessions(participant)}
 

@@ -239,7 +239,7 @@ class Rig:
             mock.patch.object(assembly, "open_store", opener),
             mock.patch.object(fastapi_types, "TypeAdapter", _kept_adapter),
         ):
-            server = assemble(self.settings[name], COOKIES)
+            server = assemble(self.settings[name], COOKIES, TOKEN)
         server.participant.gate.clock = self.wall
         if self.bucket is not None and isinstance(server.participant, CollectionParticipant):
             driver = server.participant

@@ -1,0 +1,75 @@
+"""Chunks of a streamed completion of vLLM's API: token ids, log-probabilities, weight versions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gym_servers.capture.tokens import Span, Tokens
+
+ABORT = "abort"  # the finish reason of a generation that its engine gave up, such as for new weights
+
+
+class NoChunk(ValueError):
+    """An event of a stream that is no chunk of a completion; the message is its reason, where there is one."""
+
+
+@dataclass(frozen=True)
+class Delta:
+    """Tokens that arrived together; `finish_reason` is set on the last. `version`: of the weights they were sampled
+    with; `versions`: what the engine says of all tokens of this stream, counted from its first. Empty where it does
+    not say."""
+
+    ids: Sequence[int]
+    logprobs: Sequence[float]
+    finish_reason: str | None
+    version: str = ""
+    versions: tuple[Span, ...] = ()
+
+
+def delta_of(line: str) -> Delta | None:
+    """The tokens of one line of a stream, None for a line without any. Raises NoChunk."""
+    payload = line.removeprefix("data: ")
+    if payload == line or payload == "[DONE]":
+        return None
+    try:
+        chunk = json.loads(payload)
+        if "error" in chunk:
+            raise NoChunk(f"the engine failed: {words_of(chunk)}")
+        if not chunk["choices"]:
+            return None
+        choice = chunk["choices"][0]
+        return Delta(
+            choice.get("token_ids") or [],
+            (choice.get("logprobs") or {}).get("token_logprobs") or [],
+            choice.get("finish_reason"),
+            str(choice.get("weight_version") or ""),
+            _versions(choice.get("weight_versions") or chunk.get("weight_versions")),
+        )
+    except NoChunk:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise NoChunk("the engine sent what is no chunk of a completion") from error
+
+
+def add(tokens: Tokens, delta: Delta, start: int) -> None:
+    """Put a delta behind `tokens`; its stream began when there were `start`. Raises ValueError where its ids and
+    log-probabilities differ in number."""
+    tokens.extend(delta.ids, delta.logprobs, delta.version)
+    if delta.versions:
+        tokens.versions(delta.versions, start)
+    # An engine that aborts what it has has not come to its end.
+    tokens.finish = delta.finish_reason if delta.finish_reason != ABORT else None
+
+
+def words_of(body: Any, most: int = 300) -> str:
+    """The reason in an engine's error, in any of the forms there are; at most so many characters."""
+    error = body.get("error", body) if isinstance(body, dict) else {}
+    message = error.get("message") if isinstance(error, dict) else error
+    return str(message or "")[:most]
+
+
+def _versions(given: Any) -> tuple[Span, ...]:
+    return tuple(Span(str(one["version"]), int(one["start"]), int(one["end"])) for one in given or ())

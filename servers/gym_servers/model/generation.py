@@ -1,0 +1,96 @@
+"""One generation from where it stands to its end, whatever the engine does meanwhile.
+
+A stream that breaks off is taken up again behind the tokens that have arrived; where that would not be faithful the
+generation begins anew. An engine that is away is waited for: the episode's own limits bound the work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+
+from gym_servers.capture.chunks import add
+from gym_servers.capture.tokens import Span, Tokens
+from gym_servers.http.peers import CONNECT_RETRY_SECONDS
+from gym_servers.model.conversation import Sampling
+from gym_servers.model.engine_client import READ_SECONDS, EngineBroke, EngineClient
+from gym_servers.model.sampling import continued
+from gym_servers.protocol.errors import ProtocolError
+
+LENGTH = "length"  # the finish reason of a generation that used its budget up
+
+
+class Outages:
+    """Tells people when the engine has been away for long: `tell` gets the reason, and nothing once it is back."""
+
+    PATIENCE_SECONDS = 30.0
+
+    def __init__(self, tell: Callable[[str], None], clock: Callable[[], float]) -> None:
+        self._tell, self._clock = tell, clock
+        self._since: float | None = None
+
+    def failed(self, reason: str) -> None:
+        now = self._clock()
+        if self._since is None:
+            self._since = now
+        if now - self._since >= self.PATIENCE_SECONDS:
+            self._tell(f"the engine has not answered for {now - self._since:.0f} s: {reason}")
+
+    def answered(self) -> None:
+        if self._since is not None:
+            self._since = None
+            self._tell("")
+
+
+async def generate(
+    engine: EngineClient,
+    prompt: Sequence[int],
+    sampling: Sampling,
+    budget: int,
+    tokens: Tokens,
+    name: str,
+    outages: Outages,
+    begin: Callable[[int], str],
+) -> None:
+    """Fill `tokens` up to the generation's end, at most `budget` of them with those that are there.
+
+    `name`: whose generation it is, for the engine's logs. `begin` is told before each stream how many tokens there
+    are, and gives the stream's ticket. Raises ProtocolError for what the engine refuses, or sends and cannot be."""
+    read_seconds = READ_SECONDS
+    while tokens.finish is None:
+        start = len(tokens)
+        if start >= budget:
+            tokens.finish = LENGTH
+            return
+        options, ticket = continued(sampling.options, start), begin(start)
+        request_id = f"{name}/{ticket[:8]}"
+        stream = engine.stream([*prompt, *tokens.ids], budget - start, options, request_id, ticket, read_seconds)
+        reason = "the engine ended a stream without its last token"
+        version, told = await engine.weight_version(), False
+        try:
+            async with aclosing(stream) as deltas:
+                async for delta in deltas:
+                    outages.answered()
+                    told = told or bool(delta.version or delta.versions)
+                    add(tokens, delta if told else replace(delta, version=version), start)
+            if version and not told:
+                _between(tokens, start, version, await engine.weight_version())
+        except EngineBroke as broke:
+            reason = str(broke)
+            if broke.slow:
+                read_seconds *= 2  # asked again in the same way it would never get to answer
+        except ValueError as error:
+            raise ProtocolError("checkpoint_error", f"the engine sent {error}") from error
+        if tokens.finish is None:
+            if sampling.unfaithful:
+                tokens.restart()
+            outages.failed(reason)
+            await asyncio.sleep(CONNECT_RETRY_SECONDS)
+
+
+def _between(tokens: Tokens, start: int, before: str, after: str) -> None:
+    """Weights that changed while a stream went on: which of its tokens are of which is not known, and is said so."""
+    if before != after and len(tokens) > start:
+        tokens.versions((Span(f"{before}..{after}", 0, len(tokens) - start),), start)
