@@ -1,0 +1,64 @@
+"""Asks the engine's side to cut: an inventory goes out, a receipt and the staged tokens come back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+
+import httpx
+from pydantic import ValidationError
+
+from gym_servers.capture.inventory import (
+    PATH,
+    InventoryCall,
+    Receipt,
+    ReceiptRefused,
+    check_receipt,
+    inventory_of,
+)
+from gym_servers.capture.staging import unpack
+from gym_servers.capture.tokens import Frozen
+from gym_servers.model.engine_client import EngineClient
+from gym_servers.participants.cutting import CutFailed
+from gym_servers.protocol.digests import sha256
+from gym_servers.storage.store import ObjectStore, StorageError
+
+
+class WorkerCut:
+    """Cuts at an engine that runs `gym_servers.worker.middleware`. `open_store` opens the storage that both sides
+    know, `folder` is the cell's below it; `token` is the stack's control token."""
+
+    def __init__(self, engine: EngineClient, open_store: Callable[[], ObjectStore], folder: str, token: str) -> None:
+        self._engine, self._open_store, self._folder, self._token = engine, open_store, folder, token
+
+    async def __call__(self, checkpoint_id: str, calls: Sequence[InventoryCall]) -> Mapping[str, Frozen | None]:
+        """What the engine has generated of each call, by ticket; None where it could not be cut, and nothing where it
+        has generated nothing, or does not know the stream. Raises CutFailed."""
+        try:
+            inventory = inventory_of(checkpoint_id, self._folder, calls)
+            response = await self._engine.http.post(
+                self._engine.base_url + PATH,
+                json=inventory.model_dump(mode="json"),
+                headers={"authorization": f"Bearer {self._token}"},
+            )
+            if not response.is_success:
+                raise CutFailed(f"the engine's side answered {response.status_code}")
+            receipt = Receipt.model_validate_json(response.content)
+            check_receipt(inventory, receipt)
+            staged = await asyncio.to_thread(self._staged, receipt) if receipt.key else {}
+        except (httpx.TransportError, ValidationError, ReceiptRefused, StorageError, ValueError) as error:
+            raise CutFailed(f"{type(error).__name__}: {error}"[:300]) from error
+        found: dict[str, Frozen | None] = {}
+        for call in receipt.calls:
+            if call.state == "kept":
+                tokens = staged.get(call.ticket)
+                found[call.ticket] = tokens if tokens is not None and len(tokens.ids) == call.tokens else None
+            elif call.state == "failed":
+                found[call.ticket] = None
+        return found
+
+    def _staged(self, receipt: Receipt) -> dict[str, Frozen]:
+        data = self._open_store().get(receipt.key)
+        if sha256(data) != receipt.sha256:
+            raise ValueError("what was staged does not match its receipt")
+        return unpack(data)

@@ -1,0 +1,54 @@
+"""The tokens of every stream that an engine sends, by ticket, as they pass."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from gym_servers.capture.chunks import NoChunk, add, delta_of
+from gym_servers.capture.tokens import Frozen, Tokens
+
+MOST_ENDED = 1024  # streams that have ended and may not have arrived yet
+
+
+class PassingStream:
+    """One stream. Bytes come in any pieces; what cannot be understood makes the stream unusable, never the reply."""
+
+    def __init__(self) -> None:
+        self._tokens, self._rest, self._broken = Tokens(), b"", False
+
+    def feed(self, data: bytes) -> None:
+        if self._broken:
+            return
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        try:
+            for line in lines:
+                if (delta := delta_of(line.decode().rstrip("\r"))) is not None:
+                    add(self._tokens, delta, 0)
+        except (NoChunk, ValueError):
+            self._broken = True
+
+    def frozen(self) -> Frozen:
+        """Raises ValueError where the stream could not be followed."""
+        if self._broken:
+            raise ValueError("a chunk could not be read")
+        return self._tokens.frozen()
+
+
+class Streams:
+    """Streams by ticket; those that have ended are kept for a while, oldest first to go."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, PassingStream] = {}
+        self._ended: OrderedDict[str, PassingStream] = OrderedDict()
+
+    def begin(self, ticket: str) -> PassingStream:
+        stream = self._running[ticket] = PassingStream()
+        return stream
+
+    def end(self, ticket: str) -> None:
+        self._ended[ticket] = self._running.pop(ticket)
+        while len(self._ended) > MOST_ENDED:
+            self._ended.popitem(last=False)
+
+    def find(self, ticket: str) -> PassingStream | None:
+        return self._running.get(ticket) or self._ended.get(ticket)
