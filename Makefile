@@ -3,15 +3,23 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM := .venv-vllm
+VLLM_STAMP := $(VLLM)/.installed
 export PYTHONPATH := tests/kit
 
-.PHONY: demo test check faults mutants verify format image cluster down clean requirements
+.PHONY: demo test test-vllm tiny-model check faults mutants verify format image cluster down clean requirements
 
 demo: $(STAMP) ## The whole loop on a real Kubernetes: TASKS= ROLLOUTS= KILL= KILLS= DURING= CLUSTER= KEEP=
 	@$(BIN)/python -m gym_kit.demo
 
 test: $(STAMP) ## All tests; the last line says what ran and what could not
 	@$(BIN)/python -m gym_kit.suites
+
+test-vllm: $(VLLM_STAMP) ## Kills inside of generations, with vLLM on this machine: N= more rounds
+	@PYTHONPATH=servers:tests/kit $(VLLM)/bin/pytest -q -rP tests/vllm
+
+tiny-model: $(VLLM_STAMP) ## Train the tiny model of these tests anew: STEPS= SEED=
+	@PYTHONPATH=servers:tests/kit $(VLLM)/bin/python -m gym_vllm.train --steps $(or $(STEPS),800) --seed $(or $(SEED),0)
 
 check: $(STAMP) ## Format, lint, types, import contracts, generated files, fast tests
 	@$(BIN)/ruff format --check .
@@ -46,10 +54,21 @@ down: $(STAMP)
 requirements: ## Lock again: needs uv; hashes, no index addresses
 	uv pip compile $(LOCK) pyproject.toml -o requirements/runtime.txt
 	uv pip compile $(LOCK) --group dev --group cluster pyproject.toml -o requirements/dev.txt
-LOCK := --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header
+	uv pip compile $(BARE) --extra vllm --group dev --group vllm --override requirements/vllm-overrides.txt pyproject.toml \
+	  -o requirements/vllm.txt
+BARE := --quiet --python-version 3.11 --generate-hashes --no-emit-index-url --no-header
+LOCK := $(BARE) --universal
 
 clean:
 	rm -rf build dist
+
+# vLLM on a CPU pins a build of torch that has no name of its own: the lock has what works, and nothing is resolved here.
+$(VLLM_STAMP): requirements/vllm.txt pyproject.toml
+	@$(PYTHON) -m venv $(VLLM) 2>/dev/null || { echo "python3-venv is needed: apt-get install python3-venv"; exit 1; }
+	@echo "installing vLLM for this machine (six gigabytes, some minutes the first time)"
+	@$(VLLM)/bin/pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r requirements/vllm.txt
+	@$(VLLM)/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
 
 $(STAMP): requirements/dev.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: set PYTHON="; exit 1; }

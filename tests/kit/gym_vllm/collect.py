@@ -1,0 +1,197 @@
+"""A collection of counter rows with the tiny model on real processes, and what was generated for it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gym_servers.capture.ledger import Ledger, decode
+from gym_servers.coordination.controller import View
+from gym_servers.coordination.record import Stage
+from gym_servers.local.demo import account_of
+from gym_servers.local.runner import Runner, running
+from gym_servers.local.stack import local_stack
+from gym_servers.proof.account import Account
+from gym_servers.protocol.identity import Episode, parse_key
+from gym_servers.storage.locate import open_store
+from gym_servers.storage.manifest import CHECKPOINT, read_publication
+from gym_servers.storage.packs import load_manifest, load_records
+from gym_vllm.engine import MODEL, NAME, Engine
+
+PATIENCE_SECONDS = 240.0
+
+
+def manifest(folder: Path, engine: Engine, rollouts: int, *, cut_at_engine: bool) -> dict[str, Any]:
+    policy = {
+        "base_url": engine.url,
+        "model": NAME,
+        "tokenizer": str(MODEL),
+        "sampling": {"temperature": 0},
+        "max_tokens": 256,
+        "return_token_ids": True,
+        "cut_at_engine": cut_at_engine,
+    }
+    return {
+        "apiVersion": "gymops.dev/v1alpha1",
+        "kind": "GymStack",
+        "metadata": {"name": "tiny"},
+        "spec": {
+            "servers": [
+                {"name": "env", "kind": "environment", "server": "single-agent-turn"},
+                {"name": "policy", "kind": "model", "server": "vllm", "config": policy},
+                {"name": "agent", "kind": "agent", "server": "simple-agent"},
+                {
+                    "name": "counter",
+                    "kind": "resources",
+                    "server": "counter",
+                    "config": {"journal": str(folder / "journal.jsonl")},
+                },
+            ],
+            "collection": {
+                "tasks": str(folder / "tasks.jsonl"),
+                "output": str(folder / "output"),
+                "concurrency": rollouts,
+            },
+            "checkpoints": {"storage": {"directory": str(folder / "checkpoints")}},
+        },
+    }
+
+
+@dataclass
+class Collection:
+    """A run, and what a test does to it."""
+
+    folder: Path
+    engine: Engine
+    runner: Runner
+    rollouts: int
+    loop: asyncio.Task[None]
+    said: list[tuple[str, str]] = field(default_factory=list)
+
+    async def until(self, what: str, holds: Callable[[], object]) -> None:
+        give_up = time.monotonic() + PATIENCE_SECONDS
+        while not holds():
+            if self.loop.done():
+                self.loop.result()
+            record = self.runner.controller.record
+            if record.stage is Stage.STALLED or time.monotonic() > give_up:
+                raise AssertionError(f"{what}: {record.stage}, {self.runner.progress()}, {self.said[-8:]}")
+            await asyncio.sleep(0.02)
+
+    async def in_service(self, attempt: int) -> None:
+        def holds() -> bool:
+            record = self.runner.controller.record
+            return record.stage is Stage.RUNNING and record.attempt >= attempt
+
+        await self.until(f"attempt {attempt}", holds)
+
+    def generating(self) -> int:
+        """Generations that are in their middle."""
+        return sum(bool(one.ids) and not one.ended for one in self.engine.generated())
+
+    def kill(self, names: tuple[str, ...]) -> None:
+        for name in names:
+            self.runner.host.kill(name)
+
+    def generations(self) -> dict[str, int]:
+        """What the policy server says has become of calls since it started."""
+        seen = self.runner.view.seen["policy"] if self.runner.view else None
+        return dict(seen.status.generations) if seen is not None and seen.status is not None else {}
+
+    def account(self) -> Account:
+        return account_of(self.folder, self.runner.controller.record, self.rollouts)
+
+    def cuts(self) -> dict[int, dict[str, Ledger]]:
+        """The ledgers that each recovery continued from, by its attempt and by capture key."""
+        found = {}
+        for recovery in self.runner.controller.record.recoveries:
+            if recovery.checkpoint is not None:
+                store = open_store(recovery.checkpoint.uri)
+                publication = read_publication(store.get(CHECKPOINT))
+                member = next(one for one in publication.members if one.kind == "model")
+                known, _ = load_manifest(store, f"model/{member.instance}", member.manifest_digest)
+                found[recovery.attempt] = dict(decode(*record) for record in load_records(store, known).items())
+        return found
+
+
+def _prepared(folder: Path, engine: Engine, rows: list[Mapping[str, Any]], *, cut_at_engine: bool) -> dict[str, Any]:
+    """The run's manifest; its folder has what it refers to."""
+    folder.mkdir(parents=True)
+    (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    document = manifest(folder, engine, len(rows), cut_at_engine=cut_at_engine)
+    if cut_at_engine:
+        # The engine was started before the cell: both have to know one storage and one token.
+        (folder / "control-token").write_text(engine.token)
+        document["spec"]["checkpoints"]["storage"] = {"directory": str(engine.storage)}
+    return document
+
+
+@asynccontextmanager
+async def collecting(
+    folder: Path, engine: Engine, rows: list[Mapping[str, Any]], *, cut_at_engine: bool = False
+) -> AsyncIterator[Collection]:
+    """Start a collection of these rows, all at once."""
+    document = _prepared(folder, engine, rows, cut_at_engine=cut_at_engine)
+    said: list[tuple[str, str]] = []
+    stack = local_stack(document, folder)
+    async with running(stack, folder, lambda _, reason, text: said.append((reason, text))) as runner:
+
+        async def watch(_: View) -> None:
+            return None
+
+        loop = asyncio.create_task(runner.run(watch))
+        run = Collection(folder, engine, runner, len(rows), loop, said)
+        try:
+            await run.in_service(0)
+            yield run
+        finally:
+            loop.cancel()
+            await asyncio.gather(loop, return_exceptions=True)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One model call of a trajectory."""
+
+    prompt: list[int]
+    ids: list[int]
+    logprobs: list[float]
+
+
+def trajectories(folder: Path) -> dict[str, list[Turn]]:
+    """The tokens of each rollout's row, turn by turn."""
+    found = {}
+    for line in (folder / "output" / "rollouts.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        found[row["_ng_rollout_id"]] = [
+            Turn(item["prompt_token_ids"], item["generation_token_ids"], item["generation_log_probs"])
+            for item in row["response"]["output"]
+            if "generation_token_ids" in item
+        ]
+    return found
+
+
+def generated_again(cuts: Mapping[int, Mapping[str, Ledger]], engine: Engine) -> list[str]:
+    """Whatever was generated for a recovery although its checkpoint held it: tokens of kept prefixes, and delivered
+    calls."""
+    found = []
+    streams = engine.generated()
+    for attempt, ledgers in cuts.items():
+        for key, ledger in ledgers.items():
+            episode = Episode(parse_key(key).rollout_id, attempt)
+            own = [one for one in streams if one.key == episode.key]
+            for prefix in ledger.prefixes:
+                prompt, kept = list(prefix.prompt_ids), list(prefix.tokens.ids)
+                for one in own:
+                    same = prompt and not prefix.skipped and one.prompt[: len(prompt)] == prompt
+                    if same and one.prompt[: len(prompt) + len(kept)] != [*prompt, *kept]:
+                        found.append(f"{episode.key} {prefix.position}: kept {len(kept)} tokens")
+            delivered = [list(call.prompt_ids) for call in ledger.calls]
+            found += [f"{episode.key} {one.position}: a delivered call" for one in own if one.prompt in delivered]
+    return found

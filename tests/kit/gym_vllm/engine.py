@@ -1,0 +1,109 @@
+"""vLLM with the tiny model, as a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from gym_kit.errors import KitError
+from gym_servers.local.stack import free_ports
+from gym_vllm.journal import JOURNAL, Generated, read_journal
+
+MODEL = Path(__file__).parent / "model"
+NAME = "tiny"
+START_SECONDS = 420.0  # it imports for minutes on a busy machine
+PROJECT = Path(__file__).parents[3]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A running engine. `journal` has what it generated; `storage` is where its middleware stages cuts, for cells
+    whose control token is `token`."""
+
+    url: str
+    journal: Path
+    storage: Path
+    token: str
+
+    def generated(self) -> list[Generated]:
+        return read_journal(self.journal)
+
+    def own_count(self) -> int:
+        """Tokens that the engine itself says it has generated since it started."""
+        text = httpx.get(f"{self.url}/metrics", timeout=30.0, trust_env=False).text
+        lines = [line for line in text.splitlines() if line.startswith("vllm:generation_tokens_total")]
+        return round(sum(float(line.rpartition(" ")[2]) for line in lines))
+
+
+@contextmanager
+def running_engine(folder: Path, model: Path = MODEL) -> Iterator[Engine]:
+    """Start it and wait until it serves. Raises KitError with the end of its log where it does not."""
+    port = free_ports(1)[0]
+    engine = Engine(f"http://127.0.0.1:{port}", folder / "tokens.jsonl", folder / "storage", "a-control-token")
+    engine.storage.mkdir(parents=True)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(str(PROJECT / part) for part in ("servers", "tests/kit")),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        JOURNAL: str(engine.journal),
+        "GYM_CUT_STORAGE": str(engine.storage),
+        "GYM_CONTROL_TOKEN": engine.token,
+    }
+    arguments = [
+        *("serve", str(model), "--served-model-name", NAME, "--host", "127.0.0.1", "--port", str(port)),
+        *("--enforce-eager", "--dtype", "float32", "--max-model-len", "1024", "--max-num-seqs", "32"),
+        *("--middleware", "gym_vllm.journal.TokenJournal"),
+        *("--middleware", "gym_servers.worker.middleware.GenerationCut"),
+    ]
+    log = folder / "vllm.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "vllm.entrypoints.cli.main", *arguments],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    try:
+        _wait(process, engine.url, log)
+        yield engine
+    finally:
+        _end(process)
+
+
+def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    give_up = time.monotonic() + START_SECONDS
+    while True:
+        try:
+            if httpx.get(f"{url}/health", timeout=5.0, trust_env=False).is_success:
+                return
+        except httpx.TransportError:
+            pass
+        if process.poll() is not None or time.monotonic() > give_up:
+            words = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
+            raise KitError(f"vLLM does not serve (exit code {process.returncode}); its log ends with:\n{words}")
+        time.sleep(1.0)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """The whole session: the engine has workers of its own."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(20.0)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

@@ -1,0 +1,169 @@
+"""A real engine, real processes, SIGKILL inside of generations: every rollout ends as if nothing had died.
+
+Decoding is greedy, so a killed run can be compared with an uninterrupted one token for token. Where the two likeliest
+tokens are closer than what another order of floating-point additions changes, either may be said; that is counted.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+
+import httpx
+import pytest
+
+from gym_vllm.collect import Collection, Turn, collecting, generated_again, trajectories
+from gym_vllm.engine import NAME, Engine
+from gym_vllm.language import ROWS, rows_of_tests
+
+ROUNDS = 2
+RUNS = 1 + int(os.environ.get("N", "0")) // ROUNDS
+CLOSE = 1e-4
+MARGINS = 2 * ROWS  # questions for a margin, at most, which are no streams
+VICTIMS = (("policy",), ("agent",), ("env",), ("counter",), ("policy", "agent", "env", "counter", "collection"))
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def expected(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[Turn]]:
+    """The trajectories of a run that nobody interrupts."""
+    import asyncio
+
+    folder = tmp_path_factory.mktemp("whole") / "run"
+
+    async def run() -> None:
+        async with collecting(folder, engine, rows_of_tests()) as whole:
+            await whole.until("the end", lambda: whole.runner.progress().get("ended"))
+            proved(whole)
+
+    asyncio.run(run())
+    return trajectories(folder)
+
+
+def proved(run: Collection) -> None:
+    counted = run.account()
+    assert counted.problems == []
+    assert (counted.rows, counted.reward_mean, counted.restarted) == (ROWS, 1.0, 0)
+    assert (counted.calls_lost, counted.calls_duplicated) == (0, 0)
+
+
+def differences(engine: Engine, expected: Mapping[str, list[Turn]], found: Mapping[str, list[Turn]]) -> int:
+    """How many rollouts went another way at a close call. Any other difference fails."""
+    close = 0
+    assert set(found) == set(expected)
+    for rollout, turns in expected.items():
+        for one, other in zip(turns, found[rollout], strict=False):
+            assert one.prompt == other.prompt, rollout
+            if one.ids != other.ids:
+                at = next(n for n, (a, b) in enumerate(zip(one.ids, other.ids, strict=False)) if a != b)
+                gap = margin(engine, [*one.prompt, *one.ids[:at]])
+                assert gap < CLOSE, f"{rollout} says {other.ids[at]} for {one.ids[at]}, {gap} apart"
+                close += 1
+                break
+        else:
+            assert len(turns) == len(found[rollout]), rollout
+    return close
+
+
+def margin(engine: Engine, prompt: list[int]) -> float:
+    """How far the two likeliest next tokens are from each other."""
+    body = {"model": NAME, "prompt": prompt, "max_tokens": 1, "temperature": 0, "logprobs": 2}
+    reply = httpx.post(f"{engine.url}/v1/completions", json=body, timeout=60.0, trust_env=False).json()
+    first, second = sorted(reply["choices"][0]["logprobs"]["top_logprobs"][0].values(), reverse=True)[:2]
+    return float(first - second)
+
+
+@pytest.mark.parametrize("number", range(RUNS))
+@pytest.mark.parametrize("where", ["server", "engine"])
+async def test_kills_inside_of_generations_change_nothing_and_cost_nothing_that_was_kept(
+    engine: Engine, expected: Mapping[str, list[Turn]], folder: Path, where: str, number: int
+) -> None:
+    """`where` cuts are made: at the policy server, or beside the engine."""
+    seed = time.time_ns() if number else 7
+    print(f"seed {seed}")
+    source = random.Random(seed)
+    kept = killed = 0
+    async with collecting(folder, engine, rows_of_tests(), cut_at_engine=where == "engine") as run:
+        for round_ in range(1, ROUNDS + 1):
+            await run.until("generations", lambda: run.generating() >= 8)
+            await run.until("a random moment", _after(source.uniform(0, 1.0)))
+            taken = await run.runner.checkpoint(f"cut-{round_}")
+            assert taken.publication.state == "published"
+            await run.until("a random moment", _after(source.uniform(0, 1.5)))
+            await run.until("a generation to interrupt", lambda: run.generating() >= 1)
+            interrupted = run.generating()
+            run.kill(source.choice(VICTIMS))
+            killed += interrupted > 0
+            await run.in_service(round_)
+        await run.until("the end", lambda: run.runner.progress().get("ended"))
+        proved(run)
+        cuts = run.cuts()
+        assert len(cuts) == killed == ROUNDS
+        prefixes = [prefix for ledgers in cuts.values() for ledger in ledgers.values() for prefix in ledger.prefixes]
+        assert not [prefix for prefix in prefixes if prefix.skipped]
+        kept = sum(len(prefix.tokens.ids) for prefix in prefixes)
+        assert kept > 0
+        assert generated_again(cuts, engine) == []
+        assert run.generations().get("regenerated", 0) == 0
+    close = differences(engine, expected, trajectories(folder))
+    print(f"{where}: {len(prefixes)} calls cut, {kept} tokens kept, {close} close calls, seed {seed}")
+
+
+def _after(seconds: float) -> object:
+    until = time.monotonic() + seconds
+    return lambda: time.monotonic() >= until
+
+
+def test_the_journal_has_all_tokens_that_the_engine_has_counted(
+    engine: Engine, expected: Mapping[str, list[Turn]]
+) -> None:
+    """So what is proved from it is proved of the engine. Streams that were broken off may lack their last tokens."""
+    streams = engine.generated()
+    told = sum(len(one.ids) for one in streams)
+    counted = engine.own_count()
+    broken = sum(one.finish is None for one in streams)
+    assert told <= counted
+    assert counted - told <= 8 * broken + MARGINS
+    assert sum(len(turn.ids) for turns in expected.values() for turn in turns) <= told
+
+
+def test_c13_every_prompt_begins_with_the_tokens_of_the_turn_before(expected: Mapping[str, list[Turn]]) -> None:
+    turns = 0
+    for rollout in expected.values():
+        for before, after in pairwise(rollout):
+            whole = [*before.prompt, *before.ids]
+            assert after.prompt[: len(whole)] == whole
+            turns += 1
+    assert turns >= ROWS
+
+
+def test_c11_every_token_has_its_log_probability(expected: Mapping[str, list[Turn]]) -> None:
+    for turns in expected.values():
+        for turn in turns:
+            assert len(turn.ids) == len(turn.logprobs)
+            assert all(logprob <= 0 for logprob in turn.logprobs)
+
+
+async def test_a_generation_goes_on_behind_any_prefix_as_if_it_had_not_been_cut(
+    engine: Engine, expected: Mapping[str, list[Turn]]
+) -> None:
+    """By the engine alone: the tokens that follow, and how likely they were, do not depend on where it was cut."""
+    turn = max((turn for turns in expected.values() for turn in turns), key=lambda turn: len(turn.ids))
+    async with httpx.AsyncClient(timeout=60.0, trust_env=False) as client:
+        for cut in range(0, len(turn.ids), 5):
+            body = {
+                "model": NAME,
+                "prompt": [*turn.prompt, *turn.ids[:cut]],
+                "max_tokens": len(turn.ids) - cut,
+                "temperature": 0,
+                "logprobs": 0,
+                "return_token_ids": True,
+            }
+            choice = (await client.post(f"{engine.url}/v1/completions", json=body)).json()["choices"][0]
+            assert choice["token_ids"] == turn.ids[cut:], cut
+            assert choice["logprobs"]["token_logprobs"] == pytest.approx(turn.logprobs[cut:], abs=1e-3)
