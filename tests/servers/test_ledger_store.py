@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -121,3 +124,26 @@ async def test_locks_do_not_grow_with_the_rollouts(tmp_path: Path) -> None:
     assert len(store._locks) == STRIPES
     ledgers = await asyncio.gather(*(store.ledger(f"r{number}") for number in range(3 * STRIPES)))
     assert all(ledger.calls == [call(1)] for ledger in ledgers)
+
+
+def left_over(folder: Path) -> str:
+    """The name of a folder whose process has ended, beside others."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    for name in (f"gym-ledgers-{ended.pid}-x", f"gym-ledgers-{os.getppid()}-y", "gym-ledgers-no-pid", "other"):
+        (folder / name).mkdir()
+        (folder / name / "file").touch()
+    return f"gym-ledgers-{ended.pid}-x"
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+async def test_what_a_killed_process_left_is_removed_by_the_next_and_what_a_living_one_has_is_not(
+    tmp_path: Path,
+) -> None:
+    gone = left_over(tmp_path)
+    await filled(tmp_path, 0, keys=1, calls=1)
+    assert gone not in names(tmp_path)
+    assert {f"gym-ledgers-{os.getppid()}-y", "gym-ledgers-no-pid", "other"} <= names(tmp_path)

@@ -23,6 +23,7 @@ from gym_servers.protocol.errors import ProtocolError
 
 log = logging.getLogger("gym_servers")
 
+PREFIX = "gym-ledgers-"
 STRIPES = 64  # locks for all keys together: their number must not grow with the rollouts
 CACHE_BYTES = 256 * 1024 * 1024
 OVERHEAD_BYTES = 1024  # of a call besides its arrays and its reply, roughly
@@ -192,10 +193,25 @@ class LedgerStore:
 
     def _place(self) -> Path:
         if self._own is None:
-            if self._folder is not None:
-                self._folder.mkdir(parents=True, exist_ok=True)
-            self._own = Path(tempfile.mkdtemp(prefix="gym-ledgers-", dir=self._folder))
+            parent = self._folder or Path(tempfile.gettempdir())
+            parent.mkdir(parents=True, exist_ok=True)
+            for left in parent.glob(f"{PREFIX}*"):
+                if _is_left_over(left.name):
+                    shutil.rmtree(left, ignore_errors=True)
+            self._own = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=parent))
         return self._own
+
+
+def _is_left_over(name: str) -> bool:
+    """Whether a folder is of a process that has ended: one is killed without notice, and cleans nothing up."""
+    number = name.removeprefix(PREFIX).partition("-")[0]
+    try:
+        os.kill(int(number), 0)
+    except ProcessLookupError:
+        return True
+    except (ValueError, OSError):
+        return False
+    return False
 
 
 def _size(record: CallRecord) -> int:
