@@ -12,7 +12,9 @@ import pytest
 
 from gym_rig.verbs import prepare, ready, restore, resume, start
 from gym_rig.virtual import now, settle
-from gym_servers.capture.ledger import CallRecord, float32, int32
+from gym_servers.capture.arrays import float32, int32
+from gym_servers.capture.ledger import CallRecord
+from gym_servers.capture.tokens import Span
 from gym_servers.participants.agent import AgentParticipant
 from gym_servers.participants.agent_state import Activation
 from gym_servers.participants.base import Participant, Scope
@@ -20,6 +22,7 @@ from gym_servers.participants.collection import CollectionParticipant, Rollout, 
 from gym_servers.participants.environment import EnvironmentParticipant, Live, Unclaimed
 from gym_servers.participants.gate import Gate
 from gym_servers.participants.model import ModelParticipant
+from gym_servers.participants.model_call import Asked, Call
 from gym_servers.participants.resources import Hooks, ResourcesParticipant
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.identity import Episode
@@ -236,15 +239,15 @@ async def test_c8_a_model_call_is_held_or_refused_and_never_delivered_within_the
     start(participant)
     generated, calling = 0, list[asyncio.Task[Any]]()
 
-    async def generate() -> CallRecord:
+    async def generate(_: Call) -> CallRecord:
         nonlocal generated
         generated += 1
-        return CallRecord("1.1", "d", int32([1]), int32([2]), float32([0.5]), "w", {})
+        return CallRecord("1.1", "d", int32([1]), int32([2]), float32([0.5]), (Span("w", 0, 1),), {})
 
     async def call() -> None:
         while True:
             try:
-                await participant.call(R0, "1.1", "d", generate)
+                await participant.call(R0, Asked("1.1", "d"), generate)
                 break
             except ProtocolError as refusal:
                 assert refusal.code == "admission_closed"

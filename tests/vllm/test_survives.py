@@ -26,7 +26,7 @@ CLOSE = 1e-4
 MARGINS = 2 * ROWS  # questions for a margin, at most, which are no streams
 VICTIMS = (("policy",), ("agent",), ("env",), ("counter",), ("policy", "agent", "env", "counter", "collection"))
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(2400)  # the first waits for the engine to start
 
 
 @pytest.fixture(scope="module")

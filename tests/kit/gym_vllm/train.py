@@ -1,4 +1,4 @@
-"""Makes the tiny model: `make tiny-model`. Ten minutes on two cores, nothing is downloaded.
+"""Makes the tiny model: `make tiny-model`. Some minutes on two cores, nothing is downloaded.
 
     python -m gym_vllm.train [--folder DIR] [--steps N] [--seed N] [--threads N]
 
