@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
 
@@ -87,18 +87,15 @@ async def test_kills_inside_of_generations_change_nothing_and_cost_nothing_that_
     seed = time.time_ns() if number else 7
     print(f"seed {seed}")
     source = random.Random(seed)
-    kept = killed = 0
+    killed, total = 0, sum(len(turn.ids) for turns in expected.values() for turn in turns)
     async with collecting(folder, engine, rows_of_tests(), cut_at_engine=where == "engine") as run:
         for round_ in range(1, ROUNDS + 1):
-            await run.until("generations", lambda: run.generating() >= 8)
-            await run.until("a random moment", _after(source.uniform(0, 1.0)))
+            await run.until("progress", _after(run, source.uniform(0.15, 0.35) * total))
             taken = await run.runner.checkpoint(f"cut-{round_}")
             assert taken.publication.state == "published"
-            await run.until("a random moment", _after(source.uniform(0, 1.5)))
-            await run.until("a generation to interrupt", lambda: run.generating() >= 1)
-            interrupted = run.generating()
+            await run.until("a generation to interrupt", _after(run, source.uniform(0.01, 0.1) * total))
+            killed += run.generating() > 0
             run.kill(source.choice(VICTIMS))
-            killed += interrupted > 0
             await run.in_service(round_)
         await run.until("the end", lambda: run.runner.progress().get("ended"))
         proved(run)
@@ -108,15 +105,16 @@ async def test_kills_inside_of_generations_change_nothing_and_cost_nothing_that_
         assert not [prefix for prefix in prefixes if prefix.skipped]
         kept = sum(len(prefix.tokens.ids) for prefix in prefixes)
         assert kept > 0
-        assert generated_again(cuts, engine) == []
+        assert generated_again(cuts, run.own()) == []
         assert run.generations().get("regenerated", 0) == 0
     close = differences(engine, expected, trajectories(folder))
     print(f"{where}: {len(prefixes)} calls cut, {kept} tokens kept, {close} close calls, seed {seed}")
 
 
-def _after(seconds: float) -> object:
-    until = time.monotonic() + seconds
-    return lambda: time.monotonic() >= until
+def _after(run: Collection, tokens: float) -> Callable[[], bool]:
+    """Holds once so many tokens more were generated, inside of a generation."""
+    until = run.tokens() + tokens
+    return lambda: run.tokens() >= until and run.generating() > 0
 
 
 def test_the_journal_has_all_tokens_that_the_engine_has_counted(

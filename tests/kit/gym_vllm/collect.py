@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from gym_servers.storage.locate import open_store
 from gym_servers.storage.manifest import CHECKPOINT, read_publication
 from gym_servers.storage.packs import load_manifest, load_records
 from gym_vllm.engine import MODEL, NAME, Engine
+from gym_vllm.journal import Generated
 
 PATIENCE_SECONDS = 240.0
 
@@ -72,7 +73,8 @@ class Collection:
     runner: Runner
     rollouts: int
     loop: asyncio.Task[None]
-    said: list[tuple[str, str]] = field(default_factory=list)
+    said: list[tuple[str, str]]
+    earlier: int  # streams of runs before this one
 
     async def until(self, what: str, holds: Callable[[], object]) -> None:
         give_up = time.monotonic() + PATIENCE_SECONDS
@@ -93,7 +95,14 @@ class Collection:
 
     def generating(self) -> int:
         """Generations that are in their middle."""
-        return sum(bool(one.ids) and not one.ended for one in self.engine.generated())
+        return sum(bool(one.ids) and not one.ended for one in self.own())
+
+    def tokens(self) -> int:
+        """Generated so far, also in vain."""
+        return sum(len(one.ids) for one in self.own())
+
+    def own(self) -> list[Generated]:
+        return self.engine.generated()[self.earlier :]
 
     def kill(self, names: tuple[str, ...]) -> None:
         for name in names:
@@ -137,6 +146,7 @@ async def collecting(
     folder: Path, engine: Engine, rows: list[Mapping[str, Any]], *, cut_at_engine: bool = False
 ) -> AsyncIterator[Collection]:
     """Start a collection of these rows, all at once."""
+    earlier = len(engine.generated())
     document = _prepared(folder, engine, rows, cut_at_engine=cut_at_engine)
     said: list[tuple[str, str]] = []
     stack = local_stack(document, folder)
@@ -146,7 +156,7 @@ async def collecting(
             return None
 
         loop = asyncio.create_task(runner.run(watch))
-        run = Collection(folder, engine, runner, len(rows), loop, said)
+        run = Collection(folder, engine, runner, len(rows), loop, said, earlier)
         try:
             await run.in_service(0)
             yield run
@@ -177,11 +187,10 @@ def trajectories(folder: Path) -> dict[str, list[Turn]]:
     return found
 
 
-def generated_again(cuts: Mapping[int, Mapping[str, Ledger]], engine: Engine) -> list[str]:
+def generated_again(cuts: Mapping[int, Mapping[str, Ledger]], streams: Sequence[Generated]) -> list[str]:
     """Whatever was generated for a recovery although its checkpoint held it: tokens of kept prefixes, and delivered
     calls."""
     found = []
-    streams = engine.generated()
     for attempt, ledgers in cuts.items():
         for key, ledger in ledgers.items():
             episode = Episode(parse_key(key).rollout_id, attempt)

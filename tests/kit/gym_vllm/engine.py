@@ -16,7 +16,7 @@ import httpx
 
 from gym_kit.errors import KitError
 from gym_servers.local.stack import free_ports
-from gym_vllm.journal import JOURNAL, Generated, read_journal
+from gym_vllm.journal import JOURNAL, Generated, Streams
 
 MODEL = Path(__file__).parent / "model"
 NAME = "tiny"
@@ -30,12 +30,12 @@ class Engine:
     whose control token is `token`."""
 
     url: str
-    journal: Path
+    journal: Streams
     storage: Path
     token: str
 
     def generated(self) -> list[Generated]:
-        return read_journal(self.journal)
+        return self.journal.look()
 
     def own_count(self) -> int:
         """Tokens that the engine itself says it has generated since it started."""
@@ -48,7 +48,8 @@ class Engine:
 def running_engine(folder: Path, model: Path = MODEL) -> Iterator[Engine]:
     """Start it and wait until it serves. Raises KitError with the end of its log where it does not."""
     port = free_ports(1)[0]
-    engine = Engine(f"http://127.0.0.1:{port}", folder / "tokens.jsonl", folder / "storage", "a-control-token")
+    journal = folder / "tokens.jsonl"
+    engine = Engine(f"http://127.0.0.1:{port}", Streams(journal), folder / "storage", "a-control-token")
     engine.storage.mkdir(parents=True)
     environment = {
         **os.environ,
@@ -57,12 +58,12 @@ def running_engine(folder: Path, model: Path = MODEL) -> Iterator[Engine]:
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
-        JOURNAL: str(engine.journal),
+        JOURNAL: str(journal),
         "GYM_CUT_STORAGE": str(engine.storage),
         "GYM_CONTROL_TOKEN": engine.token,
     }
     arguments = [
-        *("serve", str(model), "--served-model-name", NAME, "--host", "127.0.0.1", "--port", str(port)),
+        *("--model", str(model), "--served-model-name", NAME, "--host", "127.0.0.1", "--port", str(port)),
         *("--enforce-eager", "--dtype", "float32", "--max-model-len", "1024", "--max-num-seqs", "32"),
         *("--middleware", "gym_vllm.journal.TokenJournal"),
         *("--middleware", "gym_servers.worker.middleware.GenerationCut"),
@@ -70,7 +71,7 @@ def running_engine(folder: Path, model: Path = MODEL) -> Iterator[Engine]:
     log = folder / "vllm.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "vllm.entrypoints.cli.main", *arguments],
+            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,

@@ -84,18 +84,34 @@ class Generated:
     finish: str | None = None
 
 
-def read_journal(path: Path) -> list[Generated]:
-    """All streams so far, in the order in which they began."""
-    streams: dict[int, Generated] = {}
-    text = path.read_text() if path.exists() else ""
-    for line in text[: text.rfind("\n") + 1].splitlines():
-        entry = json.loads(line)
+class Streams:
+    """All streams of a journal so far, in the order in which they began. Reads on from where it stood."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._at = path, 0
+        self._streams: dict[int, Generated] = {}
+
+    def look(self) -> list[Generated]:
+        if self._path.exists():
+            with self._path.open("rb") as file:
+                file.seek(self._at)
+                data = file.read()
+            whole = data[: data.rfind(b"\n") + 1]
+            self._at += len(whole)
+            for line in whole.splitlines():
+                self._take(json.loads(line))
+        return list(self._streams.values())
+
+    def _take(self, entry: Mapping[str, Any]) -> None:
         if entry["kind"] == "begin":
             key, _, rest = entry["request"].partition("/")
-            streams[entry["stream"]] = Generated(key, rest.partition("/")[0], entry["prompt"])
-        elif entry["kind"] == "tokens":
-            streams[entry["stream"]].ids += entry["ids"]
-            streams[entry["stream"]].finish = entry["finish"]
-        elif entry["stream"] in streams:
-            streams[entry["stream"]].ended = True
-    return list(streams.values())
+            self._streams[entry["stream"]] = Generated(key, rest.partition("/")[0], entry["prompt"])
+            return
+        stream = self._streams.get(entry["stream"])
+        if stream is None:  # a request that was no JSON
+            return
+        if entry["kind"] == "tokens":
+            stream.ids += entry["ids"]
+            stream.finish = entry["finish"]
+        else:
+            stream.ended = True
