@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gym_servers.control.tokens import ControlTokens
 from gym_servers.control.writes import Author
 from gym_servers.http.apps import base_app
 from gym_servers.http.peers import Peers
@@ -46,8 +47,8 @@ class Server:
         return open_store(uri, self.settings.storage.s3)
 
 
-def assemble(settings: ServerSettings, cookie_secret: str, control_token: str = "") -> Server:
-    """Build a server. `control_token` opens what only the stack's owner may read, to nobody where it is empty. Raises
+def assemble(settings: ServerSettings, cookie_secret: str, tokens: ControlTokens | None = None) -> Server:
+    """Build a server. `tokens` open what only the stack's owner may read, to nobody where there are none. Raises
     SettingsError for names and configuration that cannot work."""
     check_server(settings.kind, settings.server)
     gate = Gate(
@@ -56,7 +57,7 @@ def assemble(settings: ServerSettings, cookie_secret: str, control_token: str = 
         attempt_floor=settings.checkpoint.attempt_floor,
     )
     peers = Peers(settings.peers, cookie_secret, extended=settings.checkpoint.enabled)
-    secrets = _Secrets(cookie_secret, control_token)
+    secrets = _Secrets(cookie_secret, tokens)
     participant, app, background = _BUILDERS[settings.kind](settings, gate, peers, secrets)
     code = CodeIdentity(
         image=settings.image,
@@ -71,7 +72,7 @@ def assemble(settings: ServerSettings, cookie_secret: str, control_token: str = 
 @dataclass(frozen=True)
 class _Secrets:
     cookie: str = field(repr=False)
-    control: str = field(repr=False)
+    control: ControlTokens | None
 
 
 _Parts = tuple[Participant, "FastAPI", "Callable[[], Awaitable[None]] | None"]
@@ -205,17 +206,17 @@ def _model(settings: ServerSettings, gate: Gate, _: Peers, secrets: _Secrets) ->
         training=config.return_token_ids,
     )
     cut = None
-    if config.cut_at_engine and gate.enabled:
+    if config.cut_at_engine and gate.enabled and secrets.control is not None:
         from gym_servers.model.worker_cut import WorkerCut
 
         if not (settings.storage.s3 or settings.storage.directory):
             raise SettingsError(f"server {settings.name}: `config.cut_at_engine` needs a storage for checkpoints")
         folder = cell_folder(settings.stack, settings.cell)
         shared = checkpoint_root(settings.storage, settings.stack, settings.cell).removesuffix(f"/{folder}")
-        cut = WorkerCut(engine, lambda: open_store(shared, settings.storage.s3), folder, secrets.control)
+        cut = WorkerCut(engine, lambda: open_store(shared, settings.storage.s3), folder, secrets.control.bearer)
     participant = ModelParticipant(gate, LedgerStore(config.cache_bytes), cut)
     app = create_app(participant, policy)
-    if gate.enabled:
+    if gate.enabled and secrets.control is not None:
         add_capture_routes(app, participant, secrets.control)
     return participant, app, None
 

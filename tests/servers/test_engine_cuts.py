@@ -16,6 +16,7 @@ from gym_rig.cell import TOKEN, Rig, cell
 from gym_rig.network import Alive, Fault
 from gym_servers.capture.inventory import PATH, InventoryCall, inventory_of
 from gym_servers.capture.staging import unpack
+from gym_servers.control.tokens import only
 from gym_servers.engine.app import create_app as engine_app
 from gym_servers.engine.rows import counter_rows
 from gym_servers.participants.cutting import CUT_SECONDS
@@ -48,7 +49,7 @@ class Guarded:
         alive = Alive("engine")
         self.store = FullStore(rig.folder / "checkpoints")
         inner = engine_app(RATE, rig.journal_file.of(alive))
-        self.app = GenerationCut(inner, self.store, TOKEN)
+        self.app = GenerationCut(inner, self.store, only(TOKEN))
         rig.network.listen("engine", self.app, alive)
         self.rig = rig
 

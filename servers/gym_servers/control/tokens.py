@@ -36,6 +36,11 @@ class ControlTokens:
         found = [hmac.compare_digest(authorization, good) for good in self._good]  # all, whichever is good
         return any(found)
 
+    def bearer(self) -> str:
+        """The Authorization header of whoever calls with the current token."""
+        self._look()
+        return self._good[0].decode()
+
     def _look(self) -> None:
         if self._monotonic() < self._due:
             return

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hmac
 from typing import Any
 
 from fastapi import FastAPI, Request
 
 from gym_servers.capture.ledger import CallRecord
+from gym_servers.control.tokens import ControlTokens
 from gym_servers.participants.model import ModelParticipant
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.identity import InvalidIdentity, parse_key
@@ -15,12 +15,11 @@ from gym_servers.protocol.identity import InvalidIdentity, parse_key
 PREFIX = "/training-token-capture/control/rollouts"
 
 
-def add_capture_routes(app: FastAPI, participant: ModelParticipant, token: str) -> None:
-    """Both routes need `token` as a bearer token; an empty one opens them to nobody."""
+def add_capture_routes(app: FastAPI, participant: ModelParticipant, tokens: ControlTokens) -> None:
+    """Both routes need one of the stack's control tokens."""
 
     def checked(request: Request, key: str) -> str:
-        given = request.headers.get("authorization", "").encode()
-        if not token or not hmac.compare_digest(given, f"Bearer {token}".encode()):
+        if not tokens.admits(request.headers.get("authorization", "").encode()):
             raise ProtocolError("unauthorized", "send the stack's control token as a bearer token")
         try:
             return parse_key(key).key

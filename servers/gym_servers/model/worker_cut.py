@@ -26,10 +26,12 @@ from gym_servers.storage.store import ObjectStore, StorageError
 
 class WorkerCut:
     """Cuts at an engine that runs `gym_servers.worker.middleware`. `open_store` opens the storage that both sides
-    know, `folder` is the cell's below it; `token` is the stack's control token."""
+    know, `folder` is the cell's below it; `bearer` gives the Authorization header."""
 
-    def __init__(self, engine: EngineClient, open_store: Callable[[], ObjectStore], folder: str, token: str) -> None:
-        self._engine, self._open_store, self._folder, self._token = engine, open_store, folder, token
+    def __init__(
+        self, engine: EngineClient, open_store: Callable[[], ObjectStore], folder: str, bearer: Callable[[], str]
+    ) -> None:
+        self._engine, self._open_store, self._folder, self._bearer = engine, open_store, folder, bearer
 
     async def __call__(self, checkpoint_id: str, calls: Sequence[InventoryCall]) -> Mapping[str, Frozen | None]:
         """What the engine has generated of each call, by ticket; None where it could not be cut, and nothing where it
@@ -39,7 +41,7 @@ class WorkerCut:
             response = await self._engine.http.post(
                 self._engine.base_url + PATH,
                 json=inventory.model_dump(mode="json"),
-                headers={"authorization": f"Bearer {self._token}"},
+                headers={"authorization": self._bearer()},
             )
             if not response.is_success:
                 raise CutFailed(f"the engine's side answered {response.status_code}")

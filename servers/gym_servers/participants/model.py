@@ -62,7 +62,7 @@ class ModelParticipant(Participant):
             if asked.position and running.stands_for(episode, asked):
                 same_request(episode, asked, running.digest)
                 return await self._join(running)
-        if position:
+        if asked.position:
             self.gate.require_open()
         else:
             # Its agent does not speak the protocol: it would take a refusal for the end of its work.

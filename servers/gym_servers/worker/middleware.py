@@ -8,7 +8,6 @@ control token as `GYM_CONTROL_TOKEN`, or in the file that `GYM_CONTROL_TOKEN_FIL
 
 from __future__ import annotations
 
-import hmac
 import json
 import os
 import uuid
@@ -20,9 +19,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from gym_servers.capture.inventory import PATH, Inventory
+from gym_servers.control.tokens import ControlTokens, tokens_of_process
 from gym_servers.protocol import headers
 from gym_servers.protocol.errors import ProtocolError
-from gym_servers.stack.settings import S3Settings, SettingsError, describe, read_secret
+from gym_servers.stack.settings import S3Settings, SettingsError, describe
 from gym_servers.storage.locate import open_store
 from gym_servers.storage.store import ObjectStore, StorageError
 from gym_servers.worker.cut import Cutter
@@ -37,10 +37,10 @@ LARGEST_BODY = 32 * 1024 * 1024
 class GenerationCut:
     """Raises SettingsError at start-up where a setting is missing or cannot be used."""
 
-    def __init__(self, app: ASGIApp, store: ObjectStore | None = None, token: str | None = None) -> None:
+    def __init__(self, app: ASGIApp, store: ObjectStore | None = None, tokens: ControlTokens | None = None) -> None:
         self._app = app
         self._streams = Streams()
-        self._token = token if token is not None else read_secret("GYM_CONTROL_TOKEN")
+        self._tokens = tokens or tokens_of_process()
         self._cutter = Cutter(self._streams, store or _store(), f"{os.getpid()}-{uuid.uuid4().hex[:12]}")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -69,8 +69,7 @@ class GenerationCut:
 
     async def _answer(self, request: Request) -> JSONResponse:
         try:
-            given = request.headers.get("authorization", "").encode()
-            if not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
+            if not self._tokens.admits(request.headers.get("authorization", "").encode()):
                 raise ProtocolError("unauthorized", "send the stack's control token as a bearer token")
             if request.method != "POST":
                 raise ProtocolError("invalid_request", "POST an inventory")

@@ -31,6 +31,7 @@ from gym_servers import assemble as assembly
 from gym_servers.assemble import Server, assemble
 from gym_servers.control.app import control_app
 from gym_servers.control.plane import ControlPlane
+from gym_servers.control.tokens import only
 from gym_servers.coordination.checkpoint import Outcome, Progress
 from gym_servers.coordination.client import ParticipantClient
 from gym_servers.coordination.controller import CellController, CellSettings, Process, View
@@ -239,7 +240,7 @@ class Rig:
             mock.patch.object(assembly, "open_store", opener),
             mock.patch.object(fastapi_types, "TypeAdapter", _kept_adapter),
         ):
-            server = assemble(self.settings[name], COOKIES, TOKEN)
+            server = assemble(self.settings[name], COOKIES, only(TOKEN))
         server.participant.gate.clock = self.wall
         if self.bucket is not None and isinstance(server.participant, CollectionParticipant):
             driver = server.participant
