@@ -58,7 +58,8 @@ def told(counted: dict[str, Any]) -> str:
         f"(the same pods restarted bare: {kill['bare_restart_seconds']} s)",
         f"tool calls  {calls['effective']} of {calls['expected']} took effect, {calls['duplicated']} twice, "
         f"{calls['lost']} lost",
-        f"tokens      {model['tokens_generated']} generated, {model['tokens_needed_without_kill']} without the kill",
+        f"tokens      {model['tokens_generated']} generated, {model['tokens_needed_without_kill']} without the kill; "
+        f"{model['tokens_kept_of_calls_in_progress']} kept of calls that were under way at a cut",
     ]
     lines += [f"PROBLEM     {problem}" for problem in counted["problems"]]
     lines.append("OK" if counted["ok"] else "NOT OK")
