@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from gym_operator.effects import worker
 from gym_operator.effects.kube import CHECKPOINTS, CHILDREN, PODS
 from gym_operator.rules.cell_record import from_document
 from gym_rig.cell import IDENTITY
@@ -333,6 +334,40 @@ async def test_a_cell_that_comes_up_in_time_has_its_part(tmp_path: Path) -> None
         status = rig.status(CHECKPOINTS, "whole")
         assert [(part["phase"], part["attempt"]) for part in status["cells"]] == [("Succeeded", 0), ("Succeeded", 1)]
         assert status["phase"] == "Succeeded"
+
+
+async def looks_at_cell_0(rig: OperatedRig, seconds: float) -> int:
+    """How often it is asked how it is, in so many seconds."""
+    looks = [0]
+
+    def on_request(request: Seen) -> None:
+        looks[0] += (request.host, request.method) == ("env-control", "GET")
+
+    rig.cell.network.on_request = on_request
+    await asyncio.sleep(seconds)
+    return looks[0]
+
+
+async def test_a_cell_that_is_free_is_not_looked_at_more_often_because_another_is_waited_for(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows(), rate=1.0, cells=2) as rig:
+        await rig.until(rig.all_in_service, "in service")
+        rig.held_back.add(1)
+        rig.kube.remove(PODS, IDENTITY.namespace, "rig-env-1")
+        await rig.until(lambda: not rig.in_service(cell=1), "down")
+        rig.checkpoint("waits")
+        await rig.until(lambda: "message" in (rig.status(CHECKPOINTS, "waits").get("cells") or [{}])[-1], "waits")
+        assert 15 <= await looks_at_cell_0(rig, 20) <= 30
+
+
+async def test_many_servers_are_asked_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "MOST_ASKED", 2)  # a second, of ten
+    async with operated(tmp_path, rows(), rate=1.0, cells=2) as rig:
+        await rig.until(rig.all_in_service, "in service")
+        assert 3 <= await looks_at_cell_0(rig, 20) <= 8
+        rig.kube.remove(PODS, IDENTITY.namespace, "rig-agent-0")
+        began = now()
+        await rig.until(lambda: rig.in_service(1, cell=0), "recovered")
+        assert now() - began < 2, "a death is not waited for"
 
 
 @pytest.mark.parametrize("order", ["OneByOne", "Together"])

@@ -55,12 +55,14 @@ LAST_NAME: Final = "scale-down"
 @dataclass(frozen=True)
 class Orders:
     """What the stack wants of a cell. `settings` is None where nobody coordinates: checkpoints are turned off.
-    `stop`: the spec does not have the cell any more."""
+    `stop`: the spec does not have the cell any more. `calm` is how long to wait between looks while nothing happens,
+    in seconds."""
 
     participants: Sequence[Participant]
     settings: CellSettings | None
     suspend: bool = False
     stop: bool = False
+    calm: float = CALM_SECONDS
 
 
 @dataclass
@@ -380,7 +382,10 @@ class CellWorker:
             return FAST_SECONDS if now - self._moving_since < FAST_FOR_SECONDS else 5 * FAST_SECONDS
         if self.view is not None and not isinstance(self.view.step, decide.Tend | decide.Wait):
             return FAST_SECONDS  # something was done: see what came of it
-        return BUSY_SECONDS if self._p.checkpoints.waiting or self.busy else CALM_SECONDS
+        # A cell that is free can have its part of a checkpoint without another look.
+        if self.busy or (self._p.checkpoints.waiting and not self.free):
+            return BUSY_SECONDS
+        return self._orders.calm if self._orders is not None else CALM_SECONDS
 
 
 def _outline(seen: CellSeen) -> tuple[object, ...]:

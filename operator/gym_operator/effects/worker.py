@@ -50,6 +50,8 @@ ENSURE_SECONDS: Final = 60.0
 ENSURE_STARTING_SECONDS: Final = 10.0
 PROGRESS_SECONDS: Final = 1.0
 """Between writes of the driver's counters."""
+MOST_ASKED: Final = 300
+"""Servers that are asked for their status each second while nothing happens: a death wakes its cell anyway."""
 LEAST_RECOVERIES: Final = 2
 """Past recoveries that a record keeps however many cells there are: all records have to fit into one object."""
 
@@ -270,12 +272,13 @@ class StackWorker:
     def _give_orders(self, stack: GymStack) -> None:
         if self._tokens is None:
             return  # nothing of this stack runs yet
-        enabled = stack.spec.checkpoints.enabled
+        enabled, participants = stack.spec.checkpoints.enabled, stack.spec.participants()
+        calm = max(CALM_SECONDS, len(self._cells) * len(participants) / MOST_ASKED)
         for index, (cell, _) in self._cells.items():
             settings = self._settings(stack, index) if enabled else None
             stop = index >= stack.spec.cells
             prefix = f"cell {index}: " if len(self._cells) > 1 else ""
-            cell.order(Orders(stack.spec.participants(), settings, stack.spec.suspend, stop), prefix)
+            cell.order(Orders(participants, settings, stack.spec.suspend, stop, calm), prefix)
 
     def _settings(self, stack: GymStack, index: int) -> CellSettings:
         spec = stack.spec
