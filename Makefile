@@ -7,7 +7,10 @@ VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 export PYTHONPATH := tests/kit
 
-.PHONY: demo test test-vllm tiny-model check faults mutants verify format image cluster down clean requirements
+.PHONY: help demo test test-vllm tiny-model check faults mutants verify format image cluster down clean requirements
+
+help: ## What can be made
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1	\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
 
 demo: $(STAMP) ## The whole loop on a real Kubernetes: TASKS= ROLLOUTS= KILL= KILLS= DURING= CLUSTER= KEEP=
 	@$(BIN)/python -m gym_kit.demo

@@ -179,7 +179,7 @@ async def test_only_a_commit_that_stops_keeps_a_sandbox_beyond_the_end_of_its_se
     described = manifest(tmp_path, "http://127.0.0.1:1", tasks, 1)
     described["spec"]["servers"][-1].update(server="sandbox", config={"directory": str(tmp_path / "boxes")})
     async with served(tmp_path, local_stack(described, tmp_path), "counter") as here:
-        await here.post("/ng-rollout/x/seed_session", {"files": {"note": "kept"}, "expected_files": {}})
+        await here.post("/ng-rollout/x/seed_session", {"files": {"note": "kept"}, "expected_files": {"note": ""}})
         (box,) = (tmp_path / "boxes/gym-sandboxes").iterdir()
         assert working_for(box)
         await here.prepared()

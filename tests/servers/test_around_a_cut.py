@@ -254,8 +254,7 @@ async def test_c8_a_model_call_is_held_or_refused_and_never_delivered_within_the
                 await participant.gate.wait_checkpoint_closed()
 
     def delivered() -> list[str]:
-        ledger = participant.ledger("r")
-        return [one.position for one in ledger.calls] if ledger is not None else []
+        return [kept.position for kept in participant._ledgers.calls("r")]
 
     cut = Cut(participant, moment, lambda: calling.append(asyncio.create_task(call())), delivered)
     await cut.taken()

@@ -77,6 +77,16 @@ async def test_a_run_that_goes_on_in_its_folder_is_another_try(tmp_path: Path, s
     assert [reason for _, reason, _ in said] == (["TriedAgain"] if stage is Stage.STALLED else [])
 
 
+async def test_a_run_that_is_complete_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[tuple[str, str, str]] = []
+    cell = Cell()
+    cell.counts = {"rows": 3, "expected": 3, "failed": 0}
+    runs(monkeypatch, cell)
+    assert await module.up(SimpleNamespace(), tmp_path, lambda *words: said.append(words), every=None)  # type: ignore[arg-type]
+    assert said[-1][:2] == ("Normal", "Complete")
+    assert said[-1][2].startswith("all 3 rows are there")
+
+
 @pytest.mark.parametrize(
     ("stage", "says"),
     [

@@ -180,12 +180,21 @@ async def test_a_sandbox_that_grows_past_its_bounds_is_lost_at_once_and_not_at_a
 
 
 @pytest.mark.parametrize(
-    "row", [{"files": []}, {"files": {"../x": "1"}}, {"files": {"/x": "1"}}, {"files": {"x": 1}}]
+    "wrong",
+    [
+        {"files": []},
+        {"files": {"../x": "1"}},
+        {"files": {"/x": "1"}},
+        {"files": {"x": 1}},
+        {"expected_files": {}},  # else any work at all would be paid for
+        {"expected_files": None},
+        {"expected_files": {"x": 1}},
+    ],
 )
-async def test_a_row_that_cannot_be_used_begins_nothing(tmp_path: Path, row: Any) -> None:
+async def test_a_row_that_cannot_be_used_begins_nothing(tmp_path: Path, wrong: Any) -> None:
     async with sandbox(tmp_path) as one:
         with pytest.raises(ValueError):
-            await one.seed(row=row)
+            await one.seed(row={**ROW, **wrong})
         assert one.directories() == []
 
 

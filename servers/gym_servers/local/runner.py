@@ -155,7 +155,11 @@ async def up(stack: LocalStack, folder: Path, announce: Announce, every: float |
             await asyncio.gather(*tasks, return_exceptions=True)
         progress = runner.progress()
         complete = bool(progress) and progress["rows"] == progress["expected"]
-        if not complete:
+        if complete:
+            announce(
+                "Normal", "Complete", f"all {progress['expected']} rows are there; the output says what they are"
+            )
+        else:
             announce("Warning", "Incomplete", _what_is_missing(runner.controller.record, progress, folder))
         return complete
 

@@ -66,7 +66,7 @@ class SandboxServer(ResourcesServer):
 
     async def seed(self, session_id: str, task_data: Mapping[str, Any]) -> None:
         tree = check(of_texts(_texts(task_data, "files")), self._limits.max_bytes)
-        _texts(task_data, "expected_files")
+        _expected(task_data)
         await self._build({session_id: (tree, 0)})
 
     async def _build(self, trees: Mapping[str, tuple[Tree, int]]) -> None:
@@ -90,7 +90,7 @@ class SandboxServer(ResourcesServer):
 
     async def verify(self, session_id: str, body: Mapping[str, Any]) -> dict[str, Any]:
         files = contents(await self._do(self._boxes[session_id].tree))
-        expected = _texts(body, "expected_files")
+        expected = _expected(body)
         wrong = sorted(name for name, text in expected.items() if files.get(name) != text.encode())
         return {"reward": 0.0 if wrong else 1.0, "wrong_files": wrong}
 
@@ -129,6 +129,13 @@ def _state(box: Box) -> dict[str, Any]:
         return {"commands": box.commands, "files": box.tree()}
     except BoxLost as error:
         return {"lost": str(error)}
+
+
+def _expected(row: Mapping[str, Any]) -> dict[str, str]:
+    """What the row asks for. Raises ValueError where it asks for nothing: any work at all would be paid for."""
+    if not (expected := _texts(row, "expected_files")):
+        raise ValueError("`expected_files` must name at least one file; a row for `sandbox` says what it wants")
+    return expected
 
 
 def _texts(row: Mapping[str, Any], name: str) -> dict[str, str]:

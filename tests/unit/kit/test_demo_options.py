@@ -28,8 +28,19 @@ def test_a_wrong_value_is_named(name: str, value: str) -> None:
 
 
 def test_a_missing_tasks_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(KitError, match=r"nothing\.jsonl is no file"):
+    with pytest.raises(KitError, match=r"nothing\.jsonl cannot be read: No such file"):
         from_environment({"TASKS": str(tmp_path / "nothing.jsonl")})
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [("", "has no rows"), ('{"a": 1}\n', "line 1 has no object"), ("\nnot JSON\n", "line 2 is not JSON")],
+)
+def test_tasks_that_cannot_be_used_are_refused_before_anything_is_begun(tmp_path: Path, text: str, says: str) -> None:
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text(text)
+    with pytest.raises(KitError, match=says):
+        from_environment({"TASKS": str(tasks)})
 
 
 def test_all_means_every_participant() -> None:

@@ -9,6 +9,7 @@ from typing import Literal, cast, get_args
 
 from gym_kit.cluster import Choice
 from gym_kit.errors import KitError
+from gym_servers.collection.tasks import TasksError, parse_tasks
 
 Kill = Literal["agent", "environment", "model", "resources", "collection", "all", "operator"]
 
@@ -60,8 +61,13 @@ def from_environment(environment: Mapping[str, str]) -> Options:
         return int(value)
 
     tasks = Path(environment["TASKS"]) if environment.get("TASKS") else None
-    if tasks is not None and not tasks.is_file():
-        raise KitError(f"TASKS={tasks} is no file")
+    if tasks is not None:
+        try:
+            parse_tasks(tasks.read_bytes(), f"TASKS={tasks}")
+        except OSError as error:
+            raise KitError(f"TASKS={tasks} cannot be read: {error.strerror}") from error
+        except TasksError as error:
+            raise KitError(str(error)) from error
     return Options(
         cluster=cast(Choice, choice("CLUSTER", "auto", get_args(Choice))),
         kill=cast(Kill, choice("KILL", "agent", get_args(Kill))),
