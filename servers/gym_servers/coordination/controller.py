@@ -43,9 +43,10 @@ from gym_servers.coordination.record import (
     OpenCheckpoint,
     Recovery,
     Stage,
+    Stopped,
 )
 from gym_servers.coordination.settle import choose, settle_left_open
-from gym_servers.coordination.verbs import forget_all, resume_all, retire_all
+from gym_servers.coordination.verbs import forget_all, leased, renew, resume_all, retire_all
 from gym_servers.protocol.digests import sha256
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.messages import Status
@@ -187,12 +188,16 @@ class CellController:
                 self._install = asyncio.create_task(self._put_into_service(restore=True))
             case d.Open():
                 self._install = asyncio.create_task(self._put_into_service(restore=False))
-            case d.Recover(reason):
-                await self._recover(reason, seen)
+            case d.Recover(reason, planned):
+                await self._recover(reason, planned, seen)
             case d.Settle():
                 await self.settle()
             case d.Reopen(names):
                 await self._reopen(names)
+            case d.Hold(names):
+                await self._hold(names)
+            case d.GoOn():
+                await self._go_on()
             case d.Tend():
                 await self._tend(seen)
             case d.Wait():
@@ -283,23 +288,26 @@ class CellController:
 
     # ---- recovery -----------------------------------------------------------------------------------------
 
-    async def _recover(self, reason: str, seen: Mapping[str, d.Seen]) -> None:
+    async def _recover(self, reason: str, planned: bool, seen: Mapping[str, d.Seen]) -> None:
         """Settle what is open, use the next attempt up, choose what to restore; then the old processes go."""
         started = self._wall()
         self._recovering = True  # no checkpoint may begin from here on
         try:
-            await self._replace(reason, seen, started)
+            await self._replace(reason, planned, seen, started)
         finally:
             self._recovering = False
 
-    async def _replace(self, reason: str, seen: Mapping[str, d.Seen], started: float) -> None:
+    async def _replace(self, reason: str, planned: bool, seen: Mapping[str, d.Seen], started: float) -> None:
         if self._taking is not None:
             self._taking.death = reason
         await self.close()
         if self.record.open is not None:
             await self.settle(reopen=False)
         record = self.record
-        failures = record.failures + 1
+        if record.stage is Stage.STOPPED and not planned:
+            await self._host.announce("Normal", "Stopped", f"{reason}: its end was expected")
+            return
+        failures = record.failures if planned else record.failures + 1
         if failures > self.settings.backoff_limit:
             await self._save(stage=Stage.STALLED, failures=failures)
             await self._host.announce(
@@ -319,26 +327,31 @@ class CellController:
             if one.incarnation is not None
             and (not pins or (name in pins and one.incarnation == pins[name].incarnation))
         }
-        recovery = Recovery(attempt=attempt, reason=reason, checkpoint=choice, started_at=started)
+        recovery = Recovery(attempt=attempt, reason=reason, checkpoint=choice, started_at=started, planned=planned)
         await self._save(
             stage=Stage.REPLACING,
             attempt=attempt,
             ended=ended,
             pins={},
             restore=choice,
+            stopped=None,
             failures=failures,
             recoveries=[*record.recoveries, recovery][-self.settings.kept_recoveries :],
         )
         source = f"checkpoint {choice.name}" if choice else "the input"
-        await self._host.announce("Warning", "Recovering", f"{reason}; attempt {attempt} continues from {source}")
+        said: tuple[Literal["Normal", "Warning"], str] = (
+            ("Normal", "GoingOn") if planned else ("Warning", "Recovering")
+        )
+        await self._host.announce(*said, f"{reason}; attempt {attempt} continues from {source}")
         if ended:
             await self._host.end(ended)
 
     async def _choice(self, record: CellRecord) -> Choice | None:
         """A death during a recovery is another recovery of the same checkpoint; else the newest that verifies."""
-        if self.settings.policy == "Restart":
+        # The policy is about deaths: a cell that was stopped to go on does go on.
+        if self.settings.policy == "Restart" and record.stage is not Stage.STOPPED:
             return None
-        again = record.stage is not Stage.RUNNING
+        again = record.stage not in (Stage.RUNNING, Stage.STOPPED)
         if again and (record.restore is None or record.restore.uri not in record.refused):
             return record.restore
         passed_over: list[str] = []
@@ -380,10 +393,47 @@ class CellController:
             closed = [c for c in self._clients if names.get(c.name) == checkpoint_id]
             await resume_all(closed, checkpoint_id, self._wall() + TEND_SECONDS)
 
+    # ---- stopped ------------------------------------------------------------------------------------------
+
+    async def _hold(self, names: frozenset[str]) -> None:
+        """Renew the leases of a stopped cell: nobody goes on by itself while it is looked after."""
+        stopped = self.record.stopped
+        if stopped is not None:
+            held = [client for client in self._clients if client.name in names]
+            grace = self.settings.lease_grace
+            await asyncio.gather(*(renew(c, stopped.checkpoint_id, grace) for c in held), return_exceptions=True)
+
+    async def release(self) -> None:
+        """A stopped cell is to go on; the looks that follow see to it. Repeatable."""
+        stopped = self.record.stopped
+        if stopped is not None and stopped.stays:
+            await self._save(stopped=stopped.model_copy(update={"stays": False}))
+
+    async def _go_on(self) -> None:
+        """Nothing has ended: the same processes go on under the same attempt."""
+        stopped = self.record.stopped
+        if stopped is None:
+            return
+        if not await resume_all(self._clients, stopped.checkpoint_id, self._wall() + TEND_SECONDS):
+            await self._save(stage=Stage.RUNNING, stopped=None)
+            await self._host.announce("Normal", "GoingOn", f"the cell goes on after checkpoint {stopped.name}")
+
     # ---- checkpoints --------------------------------------------------------------------------------------
 
-    async def take(self, checkpoint_id: str, name: str, tell: Tell, **timeouts: float) -> Outcome:
-        """Take a checkpoint of a running cell. Raises CheckpointFailed. One at a time."""
+    async def take(
+        self,
+        checkpoint_id: str,
+        name: str,
+        tell: Tell,
+        *,
+        prepare_timeout: float | None = None,
+        commit_timeout: float | None = None,
+        episodes: frozenset[str] | None = None,
+        stop: bool = False,
+    ) -> Outcome:
+        """Take a checkpoint of a running cell. Raises CheckpointFailed. One at a time.
+
+        With `stop` the cell stands stopped once it is published, until `release`: closed, or without processes."""
         record = self.record
         if record.stage is not Stage.RUNNING or self.busy or self._recovering:
             raise CheckpointFailed("CellNotRunning", f"the cell is {record.stage}; try again when it runs")
@@ -400,11 +450,13 @@ class CellController:
             record.attempt,
             sequence,
             {participant: pin.session for participant, pin in record.pins.items()},
-            timeouts.get("prepare_timeout", self.settings.prepare_timeout),
-            timeouts.get("commit_timeout", self.settings.commit_timeout),
+            self.settings.prepare_timeout if prepare_timeout is None else prepare_timeout,
+            self.settings.commit_timeout if commit_timeout is None else commit_timeout,
             self.settings.lease_grace,
+            episodes,
+            stop,
         )
-        left = OpenCheckpoint(checkpoint_id=checkpoint_id, name=name, uri=uri, sequence=sequence)
+        left = OpenCheckpoint(checkpoint_id=checkpoint_id, name=name, uri=uri, sequence=sequence, stop=stop)
         checkpoint = self._taking = Checkpoint(
             [c for c in self._clients if c.name in record.pins], request, self._open_store(uri), tell, self._wall
         )
@@ -428,7 +480,8 @@ class CellController:
         except CheckpointFailed as failure:
             await self._save(open=None if failure.settled else left.model_copy(update={"given_up": True}))
             raise
-        await self._save(open=None, failures=0)
+        async with checkpoint.held():  # until the record says who is to hold what it has stopped
+            await self._save(failures=0, **_published(left, outcome.digest))
         return outcome
 
     async def settle(self, *, reopen: bool = True) -> tuple[Publication, str] | None:
@@ -450,10 +503,15 @@ class CellController:
         )
         if reopen:
             await self._save()  # raises where another coordinator has taken over: what is open may be its own by now
+        if reopen and not left.stop:
             await resume_all(self._clients, left.checkpoint_id, self._wall() + TEND_SECONDS)
         grave = tombstone(request, "its coordinator ended before it was published", self._wall())
-        settled = await asyncio.to_thread(settle_left_open, self._open_store(left.uri), left, grave)
-        await self._save(open=None)
+        # What was to stop stays closed until it is known whether it has: if it has, nobody may go on behind its cut.
+        # If not, the next look finds it closed for nothing.
+        async with leased(lambda: self._clients if left.stop else (), left.checkpoint_id, self.settings.lease_grace):
+            settled = await asyncio.to_thread(settle_left_open, self._open_store(left.uri), left, grave)
+        published = settled[0].state == "published"
+        await self._save(**_published(left, settled[1]) if published else {"open": None})
         return settled
 
     async def _save(self, **changes: Any) -> None:
@@ -462,3 +520,11 @@ class CellController:
             record = self.record.model_copy(update=changes)
             await self._host.save(record)
             self.record = record
+
+
+def _published(left: OpenCheckpoint, digest: str) -> dict[str, Any]:
+    """What the record says of a checkpoint from its publication on. `digest`: of its `checkpoint.json`."""
+    if not left.stop:
+        return {"open": None}
+    stopped = Stopped(uri=left.uri, digest=digest, checkpoint_id=left.checkpoint_id, name=left.name)
+    return {"open": None, "stage": Stage.STOPPED, "stopped": stopped}

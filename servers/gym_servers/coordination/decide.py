@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gym_servers.coordination.record import CellRecord, Pin, Stage
+from gym_servers.coordination.record import CellRecord, Pin, Stage, Stopped
 from gym_servers.protocol.messages import Status
 from gym_servers.protocol.phases import Phase
 
@@ -55,9 +55,11 @@ class Open:
 
 @dataclass(frozen=True)
 class Recover:
-    """A participant died: a new attempt of the cell."""
+    """A new attempt of the cell: a participant died or, `planned`, a stopped cell is to go on with fresh
+    processes."""
 
     reason: str
+    planned: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,11 +75,23 @@ class Reopen:
 
 
 @dataclass(frozen=True)
+class Hold:
+    """The cell stands stopped: keep these closed, under the checkpoint that stopped it."""
+
+    names: frozenset[str]
+
+
+@dataclass(frozen=True)
+class GoOn:
+    """A stopped cell is to go on, and all its processes are still there: resume them."""
+
+
+@dataclass(frozen=True)
 class Tend:
     """In service: pass on what the driver asks for."""
 
 
-Step = Wait | End | Start | Install | Open | Recover | Settle | Reopen | Tend
+Step = Wait | End | Start | Install | Open | Recover | Settle | Reopen | Hold | GoOn | Tend
 
 
 def next_step(record: CellRecord, seen: Mapping[str, Seen], *, busy: bool) -> Step:
@@ -92,6 +106,8 @@ def next_step(record: CellRecord, seen: Mapping[str, Seen], *, busy: bool) -> St
             return _starting(record, seen, busy)
         case Stage.RUNNING:
             return _running(record, seen, busy)
+        case Stage.STOPPED:
+            return _stopped(record, seen, busy)
 
 
 def _replacing(record: CellRecord, seen: Mapping[str, Seen]) -> Step:
@@ -147,6 +163,28 @@ def _running(record: CellRecord, seen: Mapping[str, Seen], busy: bool) -> Step:
     if record.open is not None:
         return Settle()
     return Reopen(closed) if closed else Tend()
+
+
+def _stopped(record: CellRecord, seen: Mapping[str, Seen], busy: bool) -> Step:
+    """No end of a process is a death here: all that counts is in the checkpoint."""
+    stopped = record.stopped
+    if stopped is None or busy:
+        return Wait("the cell has just been stopped")
+    if stopped.stays:
+        return Hold(frozenset(name for name, one in seen.items() if _holds(one, stopped)))
+    if _died(record, seen) is None:
+        silent = sorted(name for name, one in seen.items() if one.status is None)
+        if silent:
+            return Wait(f"no answer on control from {', '.join(silent)}")
+        # Whoever's lease ended while nobody looked is at work already.
+        if all(one.status and (one.status.phase == Phase.IDLE or _holds(one, stopped)) for one in seen.values()):
+            return GoOn()
+    return Recover(f"it was stopped by checkpoint {stopped.name}", planned=True)
+
+
+def _holds(one: Seen, stopped: Stopped) -> bool:
+    """Whether this process is closed by the checkpoint that stopped the cell."""
+    return one.alive and one.status is not None and one.status.checkpoint_id == stopped.checkpoint_id
 
 
 def _died(record: CellRecord, seen: Mapping[str, Seen]) -> str | None:

@@ -18,11 +18,13 @@ REFUSALS = 2  # of a checkpoint that could be read and not be installed; from th
 
 class Stage(StrEnum):
     """replacing: old processes are being ended. starting: fresh ones come up and are restored or resumed.
-    running: in service. stalled: recovery was tried too often without progress."""
+    running: in service. stopped: closed under a published checkpoint, until somebody asks it to go on.
+    stalled: recovery was tried too often without progress."""
 
     REPLACING = "replacing"
     STARTING = "starting"
     RUNNING = "running"
+    STOPPED = "stopped"
     STALLED = "stalled"
 
 
@@ -46,25 +48,34 @@ class Choice(_Part):
     name: str
 
 
+class Stopped(Choice):
+    """The checkpoint that a cell stands stopped under. `stays`: until somebody asks it to go on."""
+
+    stays: bool = True
+
+
 class OpenCheckpoint(_Part):
     """A checkpoint that was begun and is not settled. `given_up`: it was declared failed, so it must not be
-    published any more."""
+    published any more. `stop`: once it is published, the cell stands stopped under it."""
 
     checkpoint_id: str
     name: str
     uri: str
     sequence: int
     given_up: bool = False
+    stop: bool = False
 
 
 class Recovery(_Part):
-    """One replacement of the cell's processes; `seconds` until it ran again, None while it does not."""
+    """One replacement of the cell's processes; `seconds` until it ran again, None while it does not. `planned`: the
+    cell was stopped before, nothing had died."""
 
     attempt: int
     reason: str
     checkpoint: Choice | None
     started_at: float
     seconds: float | None = None
+    planned: bool = False
 
 
 class CellRecord(_Part):
@@ -82,6 +93,7 @@ class CellRecord(_Part):
     refusals: dict[str, int] = {}
     failures: int = 0
     open: OpenCheckpoint | None = None
+    stopped: Stopped | None = None
     recoveries: list[Recovery] = []
 
 

@@ -9,6 +9,8 @@ import pytest
 
 from gym_servers.coordination.decide import (
     End,
+    GoOn,
+    Hold,
     Install,
     Open,
     Recover,
@@ -21,7 +23,7 @@ from gym_servers.coordination.decide import (
     Wait,
     next_step,
 )
-from gym_servers.coordination.record import CellRecord, Choice, OpenCheckpoint, Pin, Stage, tried_again
+from gym_servers.coordination.record import CellRecord, Choice, OpenCheckpoint, Pin, Stage, Stopped, tried_again
 from gym_servers.protocol.messages import Report, Status
 
 NAMES = ("agent", "env", "policy")
@@ -198,6 +200,53 @@ def test_in_service() -> None:
     assert step(running(), seen()) == Tend()
 
 
+# ---- stopped ----------------------------------------------------------------------------------------------
+
+STOPPED = Stopped(uri="u", digest="d", checkpoint_id="cp", name="cp")
+
+
+def stopped(**changes: Any) -> CellRecord:
+    return CellRecord(stage=Stage.STOPPED, pins=PINS, stopped=STOPPED.model_copy(update=changes))
+
+
+def test_a_stopped_cell_is_kept_closed_under_the_checkpoint_that_stopped_it() -> None:
+    closed = seen("committed", checkpoint_id="cp")
+    assert step(stopped(), closed) == Hold(frozenset(NAMES))
+    others = but(
+        closed,
+        env=Seen("env-1", True, status("env", "committed", checkpoint_id="another")),
+        agent=Seen("agent-1", True, status("agent", "idle")),
+    )
+    assert step(stopped(), others) == Hold(frozenset({"policy"}))
+
+
+@pytest.mark.parametrize("reason", DEATHS)
+def test_the_end_of_a_process_of_a_stopped_cell_is_no_death(reason: str) -> None:
+    found = but(seen("committed", checkpoint_id="cp"), env=DEATHS[reason])
+    assert step(stopped(), found) == Hold(frozenset({"agent", "policy"}))
+
+
+def test_while_the_checkpoint_that_stopped_it_ends_nothing_is_done() -> None:
+    assert isinstance(step(stopped(), seen("committed", checkpoint_id="cp"), busy=True), Wait)
+
+
+def test_a_released_cell_goes_on_by_its_own_processes_where_all_are_there() -> None:
+    closed = seen("committed", checkpoint_id="cp")
+    assert step(stopped(stays=False), closed) == GoOn()
+    expired = but(closed, env=Seen("env-1", True, status("env", "idle")))
+    assert step(stopped(stays=False), expired) == GoOn()
+    silent = but(closed, env=Seen("env-1", True))
+    assert step(stopped(stays=False), silent) == Wait("no answer on control from env")
+
+
+@pytest.mark.parametrize(
+    "one", [*DEATHS.values(), Seen("env-1", True, status("env", "prepared", checkpoint_id="another"))]
+)
+def test_a_released_cell_goes_on_by_fresh_processes_where_one_is_not_there(one: Seen) -> None:
+    found = but(seen("committed", checkpoint_id="cp"), env=one)
+    assert step(stopped(stays=False), found) == Recover("it was stopped by checkpoint cp", planned=True)
+
+
 def test_a_stalled_cell_stays_as_it_is() -> None:
     for found in (seen(), seen("starting"), {name: Seen(None, False) for name in NAMES}):
         assert isinstance(step(running(stage=Stage.STALLED), found), Wait)
@@ -210,7 +259,7 @@ def test_an_empty_cell_is_never_a_crash(stage: Stage) -> None:
 
 
 def test_the_record_survives_being_written_down() -> None:
-    record = running(open=OPEN, restore=CHOICE, attempt=3, refused=["u"])
+    record = running(open=OPEN, restore=CHOICE, attempt=3, refused=["u"], stopped=STOPPED)
     assert CellRecord.model_validate_json(record.model_dump_json(by_alias=True)) == record
     assert "checkpointId" in record.model_dump_json(by_alias=True)
 
