@@ -147,6 +147,43 @@ def test_a_checkpoint_s_spec_never_changes(kubectl: Kubectl) -> None:
     assert kubectl("apply", "--filename=-", given=labelled).returncode == 0
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"episodes": []}, "should have at least 1 items"),
+        ({"episodes": ["a", "a"]}, "Duplicate value"),
+        ({"episodes": ["a/b"]}, "name a rollout by its id"),
+        ({"driverState": {}}, "as value, or as uri and digest"),
+        ({"driverState": {"value": {}, "uri": "s3://b/k", "digest": "a" * 64}}, "as value, or as uri and digest"),
+        ({"driverState": {"uri": "s3://b/k"}}, "uri needs digest beside it"),
+        ({"driverState": {"uri": "s3://b/k", "digest": "md5"}}, "64 hex digits"),
+    ],
+)
+def test_a_checkpoint_s_scope_and_driver_state(kubectl: Kubectl, change: dict[str, Any], says: str) -> None:
+    done = create(kubectl, wished("wrong", **change))
+    assert done.returncode != 0
+    assert says in done.stderr
+
+
+def wished(name: str, **spec: Any) -> dict[str, Any]:
+    """A checkpoint with more to it."""
+    metadata = {**CHECKPOINT["metadata"], "name": name}
+    return {**CHECKPOINT, "metadata": metadata, "spec": {**CHECKPOINT["spec"], **spec}}
+
+
+def test_what_a_checkpoint_asks_for_is_kept_and_never_changes_either(kubectl: Kubectl) -> None:
+    """Also inside of the driver's own state, whose form nobody knows."""
+    state = {"value": {"any": {"depth": [1, None]}}}
+    spec = {"episodes": ["a", "b-a2"], "stopAfter": True, "driverState": state}
+    done = kubectl("apply", "--filename=-", "--output=json", given=wished("wished", **spec))
+    assert done.returncode == 0, done.stderr
+    assert {name: json.loads(done.stdout)["spec"][name] for name in spec} == spec
+    for change in ({"episodes": ["a"]}, {"driverState": {"value": {"any": {"depth": [2, None]}}}}):
+        done = kubectl("apply", "--filename=-", given=wished("wished", **{**spec, **change}))
+        assert done.returncode != 0, change
+        assert "create another GymCheckpoint instead" in done.stderr
+
+
 def test_both_kinds_are_in_the_category_and_have_short_names(kubectl: Kubectl) -> None:
     assert kubectl("apply", "--filename=-", given=STACK).returncode == 0
     everything = kubectl("get", "gym").stdout

@@ -22,6 +22,9 @@ end
 if obj.spec.suspend then
   return { status = "Suspended", message = "spec.suspend is set" }
 end
+if status.stoppedBy ~= nil then
+  return { status = "Suspended", message = "checkpoint " .. status.stoppedBy .. " stopped it" }
+end
 if holds("StorageReady", "False") then
   return { status = "Degraded", message = found["StorageReady"].message }
 end

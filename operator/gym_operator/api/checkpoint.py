@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field, StringConstraints, ValidationError
 
 from gym_operator.api.conditions import Condition
+from gym_operator.api.driver import DriverState
 from gym_operator.api.objects import (
     Count,
     Digest,
@@ -34,6 +35,18 @@ MAX_RESTARTS: Final = 100
 """How many restarted rollouts a status names; `restartCount` counts all."""
 MAX_PART_MESSAGE: Final = 512
 """Characters that each of up to 64 cells may explain itself with."""
+
+MAX_EPISODES: Final = 1000
+"""How many rollouts a checkpoint's scope may name."""
+
+EpisodeName = Annotated[
+    str,
+    StringConstraints(max_length=240),
+    matches(
+        r"^[A-Za-z0-9][-A-Za-z0-9._]*$",
+        "name a rollout by its id, such as 12-0, or one attempt of it by its capture key, such as 12-0-a3",
+    ),
+]
 
 
 class StackRef(WireModel):
@@ -68,6 +81,19 @@ class CheckpointSpec(WireModel):
     """Free texts kept with the checkpoint, such as the trainer's step."""
     timeouts: CheckpointTimeouts | None = None
     """Deadlines of this checkpoint."""
+    episodes: (
+        Annotated[
+            tuple[EpisodeName, ...],
+            Field(min_length=1, max_length=MAX_EPISODES, json_schema_extra={"x-kubernetes-list-type": "set"}),
+        ]
+        | None
+    ) = None
+    """Rollouts to continue, by id or capture key; all that can be continued if left out. The others start over."""
+    driver_state: DriverState | None = None
+    """State of whoever drives the rollouts, kept with the checkpoint and given back after a recovery from it."""
+    stop_after: bool = False
+    """Stops the stack once the checkpoint is published, as spec.suspend does. To go on from it, set the stack's
+    spec.suspend to true and, once its phase is Suspended, to false again."""
 
 
 class CheckpointParticipant(StatusModel):

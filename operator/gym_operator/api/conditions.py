@@ -38,6 +38,8 @@ class ConditionReason(StrEnum):
     RUNNING = "Running"
     COLLECTION_COMPLETE = "CollectionComplete"
     SUSPENDED = "Suspended"
+    STOPPED_BY_CHECKPOINT = "StoppedByCheckpoint"
+    GOING_ON = "GoingOn"
     PARTICIPANT_DIED = "ParticipantDied"
     RESTORING = "Restoring"
     RECOVERED = "Recovered"

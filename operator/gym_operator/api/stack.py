@@ -28,7 +28,7 @@ MAX_RECOVERIES: Final = 20
 MAX_PARTICIPANTS: Final = 17
 """The most servers a spec may have, and the driver."""
 
-StackPhase = Literal["Pending", "Starting", "Running", "Recovering", "Completed", "Suspended", "Failed"]
+StackPhase = Literal["Pending", "Starting", "Running", "Recovering", "Completed", "Stopped", "Suspended", "Failed"]
 CellPhase = Literal[
     "Pending", "Starting", "Restoring", "Running", "Recovering", "Suspended", "Failed", "Stopping", "Stopped"
 ]
@@ -129,6 +129,8 @@ class StackStatus(StatusModel):
     """One word for people; programs read the conditions."""
     attempt: Count = 0
     """The highest attempt of any cell."""
+    stopped_by: Name | None = None
+    """The GymCheckpoint that stopped the stack, while it stands stopped; absent otherwise."""
     last_checkpoint: LastCheckpoint | None = None
     """The newest GymCheckpoint that succeeded."""
     collection: CollectionProgress | None = None

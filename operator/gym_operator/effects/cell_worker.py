@@ -55,13 +55,14 @@ LAST_NAME: Final = "scale-down"
 @dataclass(frozen=True)
 class Orders:
     """What the stack wants of a cell. `settings` is None where nobody coordinates: checkpoints are turned off.
-    `stop`: the spec does not have the cell any more. `calm` is how long to wait between looks while nothing happens,
-    in seconds."""
+    `stop`: the spec does not have the cell any more. `release`: a cell that a checkpoint has stopped is to go on.
+    `calm` is how long to wait between looks while nothing happens, in seconds."""
 
     participants: Sequence[Participant]
     settings: CellSettings | None
     suspend: bool = False
     stop: bool = False
+    release: bool = False
     calm: float = CALM_SECONDS
 
 
@@ -231,7 +232,7 @@ class CellWorker:
         else:
             if self._leaving is not None and (self._leaving.task is None or self._leaving.task.done()):
                 self._leaving = None
-            await self._tend(orders.settings)
+            await self._tend(orders.settings, release=orders.release)
         return self._pause()
 
     async def _know(self) -> None:
@@ -244,8 +245,10 @@ class CellWorker:
         if self._p.writer.superseded(self.index):
             raise Superseded("another operator has written the record of this cell")
 
-    async def _tend(self, settings: CellSettings) -> None:
+    async def _tend(self, settings: CellSettings, *, release: bool = False) -> None:
         controller = await self._take_up(settings)
+        if release:
+            await controller.release()
         await self._p.checkpoints.adopt(self.index, controller.record)
         await self._refresh()
         try:
@@ -306,9 +309,10 @@ class CellWorker:
         record = self._p.writer.record(self.index)
         if record is None:
             return
-        if record.open is not None:
-            await self._new_controller(settings).settle(reopen=False)
-            record = self._p.writer.record(self.index) or record
+        controller = self._new_controller(settings)
+        await controller.settle(reopen=False)
+        await controller.release()  # whoever suspends a stack that a checkpoint has stopped wants it to go on later
+        record = self._p.writer.record(self.index) or record
         if (again := tried_again(record, 0, suspended=True)) is not None:
             await self._p.writer.save_record(self.index, again)
 
@@ -380,7 +384,7 @@ class CellWorker:
         self._moving_since = (self._moving_since or now) if moving else None
         if self._moving_since is not None:
             return FAST_SECONDS if now - self._moving_since < FAST_FOR_SECONDS else 5 * FAST_SECONDS
-        if self.view is not None and not isinstance(self.view.step, decide.Tend | decide.Wait):
+        if self.view is not None and not isinstance(self.view.step, decide.Tend | decide.Wait | decide.Hold):
             return FAST_SECONDS  # something was done: see what came of it
         # A cell that is free can have its part of a checkpoint without another look.
         if self.busy or (self._p.checkpoints.waiting and not self.free):

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from gym_operator.api.checkpoint import CheckpointStatus
 from gym_operator.effects.kube import KubeError
@@ -95,7 +95,7 @@ class Part:
 
 
 async def take(
-    part: Part, controller: CellController, pinned: Sequence[phases.Pinned], timeouts: Mapping[str, float]
+    part: Part, controller: CellController, pinned: Sequence[phases.Pinned], wishes: Mapping[str, Any]
 ) -> End:
     """Take it. None where something died before it began: then it waits for its turn again. Raises Superseded."""
     writer = part.writer
@@ -111,7 +111,7 @@ async def take(
             raise CheckpointFailed("StatusNotWritten", "its status could not be written") from error
 
     try:
-        outcome = await controller.take(part.id, writer.name, tell, **timeouts)
+        outcome = await controller.take(part.id, writer.name, tell, **wishes)
     except CheckpointFailed as error:
         begun = phases.part_of(writer.status, part.index).phase != "Pending"
         if error.reason in ("CellNotRunning", "CheckpointOpen") and not begun:

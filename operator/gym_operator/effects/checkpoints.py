@@ -165,7 +165,7 @@ class Checkpoints:
             hindered = self._hindered(part, queue.hinders(side.situation, last))
             match queue.next_move(phase, part.id, hindered, side.situation, last=last):
                 case queue.Take() if side.controller is not None and (order == "Together" or not self._under_way):
-                    taking = partial(parts.take, part, side.controller, side.pinned(), _timeouts(checkpoint))
+                    taking = partial(parts.take, part, side.controller, side.pinned(), _wishes(checkpoint))
                     self._begin(part, taking, side.controller)
                 case queue.Resolve():
                     self._resolve(part)
@@ -362,10 +362,18 @@ def pins(
     return found
 
 
-def _timeouts(checkpoint: GymCheckpoint) -> dict[str, float]:
-    timeouts = checkpoint.spec.timeouts
+def _wishes(checkpoint: GymCheckpoint) -> dict[str, Any]:
+    """What the spec asks for, as `CellController.take` takes it."""
+    spec = checkpoint.spec
+    timeouts = spec.timeouts
     chosen = {
         "prepare_timeout": timeouts.prepare if timeouts else None,
         "commit_timeout": timeouts.commit if timeouts else None,
     }
-    return {name: float(parse_duration(text)) for name, text in chosen.items() if text is not None}
+    return {
+        **{name: float(parse_duration(text)) for name, text in chosen.items() if text is not None},
+        "episodes": None if spec.episodes is None else frozenset(spec.episodes),
+        "stop": spec.stop_after,
+        "labels": spec.labels,
+        "driver_state": None if spec.driver_state is None else spec.driver_state.document(),
+    }

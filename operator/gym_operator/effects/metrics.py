@@ -23,7 +23,7 @@ RECOVERING: Final = "Recovering"
 EXPECTED: Final = frozenset({404, 409})
 """Answers of the API server that are part of the work: not there yet, changed meanwhile."""
 BUCKETS: Final = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-AT_REST: Final = frozenset({"Completed", "Suspended"})
+AT_REST: Final = frozenset({"Completed", "Stopped", "Suspended"})
 """Phases in which no checkpoint is missed, however old the newest is."""
 SHOWN: Final = (ConditionType.READY, ConditionType.STORAGE_READY, ConditionType.RECOVERING, ConditionType.STALLED)
 

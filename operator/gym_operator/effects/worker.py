@@ -27,6 +27,7 @@ from gym_operator.effects.services import Services
 from gym_operator.effects.stack_pods import StackPods
 from gym_operator.effects.status_writers import Gone, StackWriter, Superseded
 from gym_operator.effects.storage import StackStorage
+from gym_operator.rules.cell_record import how_to_go_on, stopped_by
 from gym_operator.rules.checkpoint_queue import Situation
 from gym_operator.rules.observed import CellSeen, Observed
 from gym_operator.rules.spec_check import Problem, check_stack
@@ -52,17 +53,20 @@ PROGRESS_SECONDS: Final = 1.0
 """Between writes of the driver's counters."""
 MOST_ASKED: Final = 300
 """Servers that are asked for their status each second while nothing happens: a death wakes its cell anyway."""
+TORN_SECONDS: Final = 5.0
+"""A checkpoint that was to stop a stack and has stopped some of its cells only has failed when nothing more comes."""
 LEAST_RECOVERIES: Final = 2
 """Past recoveries that a record keeps however many cells there are: all records have to fit into one object."""
 
 
 @dataclass(frozen=True)
 class Ensured:
-    """How the stack's objects were found: good until `until` (monotonic), for this generation of the spec and so many
-    cells."""
+    """How the stack's objects were found: good until `until` (monotonic), for this generation of the spec, for so
+    many cells, and for `running` pods or none."""
 
     generation: int
     kept: int
+    running: bool
     until: float
     problem: Problem | None
     trouble: str
@@ -93,6 +97,7 @@ class StackWorker:
         self._loaded = False
         self._ensured: Ensured | None = None
         self._written = float("-inf")
+        self._torn_since: float | None = None
 
     def wake(self) -> None:
         """Look at once."""
@@ -214,8 +219,9 @@ class StackWorker:
         """The stack's objects as its spec wants them. Where that fails, cells that run are looked after all the
         same."""
         now, kept = self._s.monotonic(), max(self._cells) + 1
-        known = self._ensured
-        if known is not None and (known.generation, known.kept) == (generation, kept) and now < known.until:
+        running = not stack.spec.suspend and not (stack.spec.checkpoints.enabled and all(self._stopped(stack)))
+        wanted, known = (generation, kept, running), self._ensured
+        if known is not None and (known.generation, known.kept, known.running) == wanted and now < known.until:
             return known
         settled = all(
             cell.record is not None and cell.record.stage is Stage.RUNNING for cell, _ in self._cells.values()
@@ -224,14 +230,14 @@ class StackWorker:
         problem, trouble = None, ""
         try:
             self._tokens = await ensure_secret(self._s.kube, context)
-            await ensure_children(self._s.kube, context, running=not stack.spec.suspend)
+            await ensure_children(self._s.kube, context, running=running)
         except ChildProblem as error:
             problem = error.problem
         except KubeError as error:
             trouble = str(error)
             self._s.events.say(self._subject, "Warning", "ObjectsNotApplied", trouble)
         seconds = TROUBLE_SECONDS if trouble else ENSURE_SECONDS if settled else ENSURE_STARTING_SECONDS
-        self._ensured = Ensured(generation, kept, now + seconds, problem, trouble)
+        self._ensured = Ensured(*wanted, now + seconds, problem, trouble)
         return self._ensured
 
     async def _tend_storage(self, stack: GymStack) -> None:
@@ -260,6 +266,18 @@ class StackWorker:
             self._cells.pop(last)[1].cancel()
         self._checkpoints.among = range(stack.spec.cells)
 
+    def _stopped(self, stack: GymStack) -> list[bool]:
+        """Of each cell that is to stay, whether it stands stopped by a checkpoint."""
+        return [stopped_by(cell.record) is not None for i, (cell, _) in self._cells.items() if i < stack.spec.cells]
+
+    def _is_torn(self, stack: GymStack) -> bool:
+        """Whether some cells stand stopped, and the others did not get to it: a stack is stopped as a whole or not at
+        all. For a while, since what is being taken ends for one cell after the other."""
+        stopped = self._stopped(stack)
+        torn = any(stopped) and not all(stopped) and not self._checkpoints.waiting
+        self._torn_since = (self._torn_since or self._s.monotonic()) if torn else None
+        return self._torn_since is not None and self._s.monotonic() - self._torn_since >= TORN_SECONDS
+
     def _runs(self, index: int) -> bool:
         """Whether a cell that was in service has all its pods still."""
         record, pods = self._writer.record(index), self._pods.of(index)
@@ -273,12 +291,13 @@ class StackWorker:
         if self._tokens is None:
             return  # nothing of this stack runs yet
         enabled, participants = stack.spec.checkpoints.enabled, stack.spec.participants()
+        release = self._is_torn(stack)
         calm = max(CALM_SECONDS, len(self._cells) * len(participants) / MOST_ASKED)
         for index, (cell, _) in self._cells.items():
             settings = self._settings(stack, index) if enabled else None
             stop = index >= stack.spec.cells
             prefix = f"cell {index}: " if len(self._cells) > 1 else ""
-            cell.order(Orders(participants, settings, stack.spec.suspend, stop, calm), prefix)
+            cell.order(Orders(participants, settings, stack.spec.suspend, stop, release, calm), prefix)
 
     def _settings(self, stack: GymStack, index: int) -> CellSettings:
         spec = stack.spec
@@ -330,6 +349,8 @@ class StackWorker:
             obstacle = (ConditionReason.STACK_NOT_READY, "the stack is suspended; set spec.suspend to false")
         elif cell.index >= stack.spec.cells:
             obstacle = (ConditionReason.STACK_NOT_READY, "the cell is being taken away")
+        elif (checkpoint := stopped_by(record)) is not None:
+            obstacle = (ConditionReason.STACK_NOT_READY, how_to_go_on(checkpoint))
         elif record is not None and record.stage is Stage.STALLED:
             obstacle = (ConditionReason.STACK_NOT_READY, "the stack has given up; its condition Stalled says why")
         elif self._storage.state.ok is False:

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from gym_servers.coordination.record import CellRecord
+from gym_servers.coordination.record import CellRecord, Stage
 
 
 def to_document(record: CellRecord) -> dict[str, Any]:
@@ -29,3 +29,18 @@ def from_document(document: Mapping[str, Any] | None) -> CellRecord | None:
         return CellRecord.model_validate({**document, "recoveries": recoveries})
     except ValidationError as error:
         raise ValueError("the cell's record in the status is not of a form this version reads") from error
+
+
+def stopped_by(record: CellRecord | None) -> str | None:
+    """The name of the checkpoint that a cell stands stopped under until somebody asks it to go on."""
+    if record is None or record.stage is not Stage.STOPPED or record.stopped is None or not record.stopped.stays:
+        return None
+    return record.stopped.name
+
+
+def how_to_go_on(checkpoint: str) -> str:
+    """Why a stopped stack does not run, for people, and what to do about it."""
+    return (
+        f"checkpoint {checkpoint} stopped the stack; to go on from it set spec.suspend to true, and to false again "
+        "once its phase is Suspended"
+    )

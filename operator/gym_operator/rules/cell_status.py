@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from gym_operator.api.conditions import ConditionStatus
+from gym_operator.api.conditions import ConditionReason, ConditionStatus
 from gym_operator.api.objects import clip, format_time
 from gym_operator.api.stack import CellPhase, CellStatus, CollectionProgress, StackParticipant, StackPhase
 from gym_operator.api.stack import Recovery as RecoveryStatus
+from gym_operator.rules.cell_record import how_to_go_on, stopped_by
 from gym_operator.rules.observed import CellSeen, Observed
 from gym_operator.rules.pod_state import pod_uid
 from gym_servers.coordination.record import Recovery, Stage
@@ -46,6 +47,9 @@ def cell_verdict(before: CellStatus | None, cell: CellSeen, seen: Observed) -> V
     record = cell.record
     if not seen.checkpoints_enabled:
         return _plain(cell, seen)
+    if (checkpoint := stopped_by(record)) is not None:
+        why = how_to_go_on(checkpoint)
+        return Verdict("Stopped", "Stopped", "False", ConditionReason.STOPPED_BY_CHECKPOINT, why)
     if record is None:
         waits = "; ".join(each for each in (cell.waits, seen.waits) if each)
         return Verdict("Pending", "Pending", "False", "PodsStarting", waits or "the servers are being created")
@@ -63,7 +67,8 @@ def cell_verdict(before: CellStatus | None, cell: CellSeen, seen: Observed) -> V
     if last is not None and last.seconds is None:
         if record.stage is Stage.STARTING and record.restore is not None:
             return Verdict("Recovering", "Restoring", "False", "Restoring", _waiting(cell, seen, last.reason))
-        return Verdict("Recovering", "Recovering", "False", "ParticipantDied", _waiting(cell, seen, last.reason))
+        begun = ConditionReason.GOING_ON if last.planned else ConditionReason.PARTICIPANT_DIED
+        return Verdict("Recovering", "Recovering", "False", begun, _waiting(cell, seen, last.reason))
     if record.stage is not Stage.RUNNING:
         message = _waiting(cell, seen, "the servers are starting")
         return Verdict("Starting", "Starting", "False", "PodsStarting", message)

@@ -9,6 +9,7 @@ from gym_operator.api.conditions import Condition, ConditionReason, ConditionSta
 from gym_operator.api.objects import clip
 from gym_operator.api.stack import CellStatus, CollectionProgress, StackPhase, StackStatus
 from gym_operator.rules import cell_status as cells
+from gym_operator.rules.cell_record import stopped_by
 from gym_operator.rules.cell_status import Verdict
 from gym_operator.rules.conditions import put
 from gym_operator.rules.observed import CellSeen, Observed
@@ -38,6 +39,7 @@ def stack_status(before: StackStatus, seen: Observed, now: float) -> StackStatus
         observed_generation=seen.generation,
         phase=verdict.phase,
         attempt=max((cell.attempt for cell in parts.values()), default=0),
+        stopped_by=_stopped_by(staying),
         last_checkpoint=seen.last_checkpoint or before.last_checkpoint,
         collection=_total([parts[cell.index].collection for cell in staying]),
         cells=tuple(parts[index] for index in sorted(parts)),
@@ -65,6 +67,12 @@ def warnings(seen: Observed) -> list[tuple[str, str]]:
     for cell in seen.cells:
         found += [(reason, f"{seen.name_of(cell)}{message}") for reason, message in cells.problems(cell, seen)]
     return found
+
+
+def _stopped_by(cells: Sequence[CellSeen]) -> str | None:
+    """The checkpoint that stopped the stack: all of its cells."""
+    found = [stopped_by(cell.record) for cell in cells]
+    return found[0] if found and None not in found else None
 
 
 def _total(counts: Sequence[CollectionProgress | None]) -> CollectionProgress | None:

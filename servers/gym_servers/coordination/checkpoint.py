@@ -318,6 +318,9 @@ class Checkpoint:
                 "episodes": sorted(episodes),
                 "restarts": sorted(self._restarts),
                 "not_started": sorted(set(self._scope) - episodes),
+                "left_out": sorted(self._left_out),
+                "labels": dict(self._request.labels),
+                "driver_state": None if self._request.driver_state is None else dict(self._request.driver_state),
             }
         )
 

@@ -307,7 +307,7 @@ class CellController:
         if record.stage is Stage.STOPPED and not planned:
             await self._host.announce("Normal", "Stopped", f"{reason}: its end was expected")
             return
-        failures = record.failures if planned else record.failures + 1
+        failures = max(0, record.failures) if planned else record.failures + 1
         if failures > self.settings.backoff_limit:
             await self._save(stage=Stage.STALLED, failures=failures)
             await self._host.announce(
@@ -430,10 +430,13 @@ class CellController:
         commit_timeout: float | None = None,
         episodes: frozenset[str] | None = None,
         stop: bool = False,
+        labels: Mapping[str, str] | None = None,
+        driver_state: Mapping[str, Any] | None = None,
     ) -> Outcome:
         """Take a checkpoint of a running cell. Raises CheckpointFailed. One at a time.
 
-        With `stop` the cell stands stopped once it is published, until `release`: closed, or without processes."""
+        With `stop` the cell stands stopped once it is published, until `release`: closed, or without processes.
+        `labels` and `driver_state` go into the publication as they are."""
         record = self.record
         if record.stage is not Stage.RUNNING or self.busy or self._recovering:
             raise CheckpointFailed("CellNotRunning", f"the cell is {record.stage}; try again when it runs")
@@ -455,6 +458,8 @@ class CellController:
             self.settings.lease_grace,
             episodes,
             stop,
+            labels or {},
+            driver_state,
         )
         left = OpenCheckpoint(checkpoint_id=checkpoint_id, name=name, uri=uri, sequence=sequence, stop=stop)
         checkpoint = self._taking = Checkpoint(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from gym_servers.coordination.client import Unreachable
 from gym_servers.protocol import messages as m
@@ -25,7 +25,8 @@ class Request:
     """What to take and where to put it. Timeouts and `lease_grace` are seconds; `sessions` pins the processes.
 
     `episodes`: rollout ids or capture keys to keep, None for all that can be continued. `stop`: the participants stay
-    closed after the publication, for processes that are about to be replaced.
+    closed after the publication, for processes that are about to be replaced. `labels` and `driver_state` are kept in
+    the publication as they are.
     """
 
     checkpoint_id: str
@@ -41,6 +42,8 @@ class Request:
     lease_grace: float = 60.0
     episodes: frozenset[str] | None = None
     stop: bool = False
+    labels: Mapping[str, str] = field(default_factory=dict)
+    driver_state: Mapping[str, Any] | None = None
 
     def keeps(self, key: str) -> bool:
         """Whether an episode that can be continued is to be."""

@@ -6,7 +6,7 @@ checkpoint up. What landed is the truth, also for a coordinator that was away.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -78,7 +78,10 @@ class Member(_Document):
 
 
 class Publication(_Document):
-    """`checkpoint.json`. `episodes`: the restorable set. A tombstone has state `abandoned` and no members."""
+    """`checkpoint.json`. `episodes`: the restorable set; `restarts`, `not_started`, `left_out`: those that ran and
+    are not in it, since they cannot be continued, had not begun, or were not asked for. `labels` and `driver_state`
+    are whoever asked's, kept as they are: the state is `{value}`, or `{uri, digest}`. A tombstone has state
+    `abandoned` and no members."""
 
     format: Literal[1] = 1
     state: Literal["published", "abandoned"]
@@ -95,11 +98,14 @@ class Publication(_Document):
     episodes: list[str] = []
     restarts: list[str] = []
     not_started: list[str] = []
+    left_out: list[str] = []
+    labels: dict[str, str] = {}
+    driver_state: dict[str, Any] | None = None
 
     @property
     def discontinued(self) -> list[str]:
         """Episodes that ran and are not in the restorable set: their attempts are over."""
-        return sorted({*self.restarts, *self.not_started})
+        return sorted({*self.restarts, *self.not_started, *self.left_out})
 
     @property
     def order(self) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from gym_operator.rules import checkpoint_phases
 from gym_operator.rules.observed import CellSeen, Observed, Storage
 from gym_operator.rules.spec_check import Problem
 from gym_operator.rules.stack_status import stack_status
-from gym_servers.coordination.record import CellRecord, Recovery, Stage
+from gym_servers.coordination.record import CellRecord, Recovery, Stage, Stopped
 
 ARGO = Path(__file__).parents[3] / "docs" / "gitops" / "argocd"
 NOW = 1_800_000_000.0
@@ -27,6 +27,8 @@ GENERATION = 3
 GOOD = Storage(True, ConditionReason.STORAGE_REACHABLE, "it works")
 FULL = Storage(False, ConditionReason.STORAGE_FULL, "free space")
 RUNNING = CellRecord(stage=Stage.RUNNING)
+HALT = Stopped(uri="s3://b/c", digest="d", checkpoint_id="halt-1", name="halt")
+STOPPED = CellRecord(stage=Stage.STOPPED, stopped=HALT)
 DIED = Recovery(attempt=1, reason="agent is gone", checkpoint=None, started_at=NOW)
 
 
@@ -66,6 +68,7 @@ STACKS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     ),
     "its storage is full": (observed(storage=FULL), {}, "Degraded", "Current"),
     "it is suspended": (observed(suspended=True), {"spec": {"suspend": True}}, "Suspended", "InProgress"),
+    "a checkpoint has stopped it": (observed(record=STOPPED), {}, "Suspended", "InProgress"),
     "it is being deleted": (
         observed(),
         {"metadata": {"generation": GENERATION, "deletionTimestamp": "2027-01-15T08:00:00Z"}},

@@ -67,8 +67,34 @@ def test_a_checkpoint_and_its_status() -> None:
     assert CheckpointStatus.model_validate(status.document()) == status
 
 
+def test_a_checkpoint_s_scope_stop_and_driver_state() -> None:
+    spec = {
+        "stackRef": {"name": "demo"},
+        "episodes": ["12-0", "12-1-a3"],
+        "driverState": {"value": {"step": 7, "nothing": None}},
+        "stopAfter": True,
+    }
+    read = GymCheckpoint.parse({"metadata": METADATA, "spec": spec}).spec
+    assert (read.episodes, read.stop_after) == (("12-0", "12-1-a3"), True)
+    assert read.driver_state is not None
+    assert read.driver_state.document() == {"value": {"step": 7, "nothing": None}}
+    plain = GymCheckpoint.parse({"metadata": METADATA, "spec": {"stackRef": {"name": "demo"}}}).spec
+    assert (plain.episodes, plain.stop_after, plain.driver_state) == (None, False, None)
+
+
 @pytest.mark.parametrize(
-    "spec", [{}, {"stackRef": {"name": "Demo"}}, {"stackRef": {"name": "demo"}, "ttl": "1h"}, None]
+    "spec",
+    [
+        {},
+        {"stackRef": {"name": "Demo"}},
+        {"stackRef": {"name": "demo"}, "ttl": "1h"},
+        {"stackRef": {"name": "demo"}, "episodes": []},
+        {"stackRef": {"name": "demo"}, "episodes": ["a/b"]},
+        {"stackRef": {"name": "demo"}, "episodes": [f"{n}-0" for n in range(1001)]},
+        {"stackRef": {"name": "demo"}, "driverState": {}},
+        {"stackRef": {"name": "demo"}, "driverState": {"uri": "s3://b/k", "digest": "md5"}},
+        None,
+    ],
 )
 def test_a_checkpoint_that_cannot_be_used_is_refused(spec: Any) -> None:
     with pytest.raises(SpecError, match="spec is not valid"):

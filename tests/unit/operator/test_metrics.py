@@ -34,6 +34,7 @@ def test_statuses_are_shown_as_they_stand() -> None:
         stack("c"),
         stack("done", phase="Completed", lastCheckpoint=last),
         stack("off", phase="Suspended", lastCheckpoint=last),
+        stack("halted", phase="Stopped", lastCheckpoint=last),
     ]
     metrics = Metrics()
     metrics.watch(lambda: iter(stacks), lambda: HEALTHY)

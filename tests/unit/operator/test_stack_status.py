@@ -17,7 +17,7 @@ from gym_operator.rules.pod_state import PodState
 from gym_operator.rules.spec_check import Problem, check_stack
 from gym_operator.rules.stack_status import differs_in_progress_only, stack_status, warnings
 from gym_operator.rules.watch_health import SILENT_SECONDS, Watches
-from gym_servers.coordination.record import CellRecord, Choice, OpenCheckpoint, Pin, Recovery, Stage
+from gym_servers.coordination.record import CellRecord, Choice, OpenCheckpoint, Pin, Recovery, Stage, Stopped
 from gym_servers.protocol.messages import Report, Status
 from gym_servers.stack.spec import MAX_CELLS, Participant
 
@@ -145,6 +145,36 @@ def test_where_a_stack_stands(record: CellRecord | None, phase: str, part: str, 
     assert condition("Ready").startswith(ready)
     assert condition("Recovering").startswith(recovering)
     assert condition("Stalled").startswith("True" if phase == "Failed" else "False")
+
+
+STOPPED = Stopped(**CHOICE.model_dump())
+
+
+def test_a_stack_that_a_checkpoint_has_stopped_says_which_and_how_to_go_on() -> None:
+    record = CellRecord(stage=Stage.STOPPED, stopped=STOPPED)
+    status, condition = look(seen(cell(record, pods={}, statuses={})))
+    assert (status.phase, status.cells[0].phase, status.stopped_by) == ("Stopped", "Stopped", "one")
+    assert condition("Ready").startswith("False StoppedByCheckpoint: checkpoint one stopped the stack; to go on")
+    assert condition("Stalled").startswith("False")
+    _, condition = look(seen(record, suspended=True))
+    assert condition("Ready") == "False Suspended: spec.suspend is set"
+
+
+def test_a_stopped_stack_that_goes_on_says_so() -> None:
+    released = CellRecord(stage=Stage.STOPPED, stopped=STOPPED.model_copy(update={"stays": False}))
+    status, condition = look(seen(released))
+    assert (status.phase, status.stopped_by) == ("Starting", None)
+    planned = recovery(None).model_copy(update={"planned": True, "reason": "it was stopped by checkpoint one"})
+    _, condition = look(seen(CellRecord(stage=Stage.REPLACING, attempt=1, recoveries=[planned])))
+    assert condition("Ready") == condition("Recovering").replace("True", "False", 1)
+    assert condition("Ready") == "False GoingOn: it was stopped by checkpoint one"
+
+
+def test_the_record_of_a_stopped_cell_survives_the_status() -> None:
+    record = CellRecord(stage=Stage.STOPPED, stopped=STOPPED, open=None)
+    assert from_document(to_document(record)) == record
+    released = record.model_copy(update={"stopped": STOPPED.model_copy(update={"stays": False})})
+    assert from_document(to_document(released)) == released
 
 
 def test_a_problem_of_the_spec_is_stalled_and_says_what_to_change() -> None:
