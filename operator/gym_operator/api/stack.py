@@ -27,6 +27,8 @@ MAX_RECOVERIES: Final = 20
 """How many past recoveries of a cell a status keeps, newest last."""
 MAX_PARTICIPANTS: Final = 17
 """The most servers a spec may have, and the driver."""
+MAX_RESTARTED: Final = 10
+"""How many restarted rollouts a status keeps, newest last."""
 
 StackPhase = Literal["Pending", "Starting", "Running", "Recovering", "Completed", "Stopped", "Suspended", "Failed"]
 CellPhase = Literal[
@@ -96,6 +98,25 @@ class Recovery(StatusModel):
     """How long it took; absent while it goes on."""
 
 
+class RestartedRollout(StatusModel):
+    """A rollout whose attempt was ended because it kept checkpoints from being taken."""
+
+    rollout: Name
+    """Id of the rollout."""
+    attempt: Count
+    """The attempt that was ended: the driver starts the rollout over under a higher one."""
+    checkpoints: Count
+    """How many checkpoints in a row it had held up."""
+    participant: Name
+    """The server it held up last."""
+    where: Annotated[str, StringConstraints(max_length=256)] = ""
+    """The step it was in then."""
+    age_seconds: Seconds = 0
+    """For how long."""
+    time: Timestamp
+    """When it was restarted."""
+
+
 class CellStatus(StatusModel):
     """One complete set of servers. A cell that the spec no longer has is kept: were it to come back, it would
     continue."""
@@ -118,6 +139,8 @@ class CellStatus(StatusModel):
     """The newest published checkpoint of this cell."""
     recoveries: Annotated[tuple[Recovery, ...], Field(max_length=MAX_RECOVERIES)] = ()
     """The last recoveries, newest last."""
+    restarted: Annotated[tuple[RestartedRollout, ...], Field(max_length=MAX_RESTARTED)] = ()
+    """The last rollouts that were restarted because they held checkpoints up, newest last."""
 
 
 class StackStatus(StatusModel):

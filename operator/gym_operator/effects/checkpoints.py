@@ -292,6 +292,9 @@ class Checkpoints:
         with suppress(Gone):
             await parts.persist(writer, change)
             self._concluded(writer, self.last_of.get(part.index))
+        if isinstance(end, parts.Failed) and end.blockers:
+            subject = Subject(names.CHECKPOINT_KIND, writer.namespace, writer.name, writer.uid)
+            self._events.say(subject, "Warning", "Blocked", phases.blocked_by(end.blockers))
 
     async def _give_up(self, writer: CheckpointWriter, reason: str, message: str) -> None:
         at = phases.At(writer.generation, self._wall())

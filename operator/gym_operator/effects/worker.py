@@ -314,6 +314,7 @@ class StackWorker:
             prepare_timeout=parse_duration(spec.checkpoints.prepare_timeout),
             commit_timeout=parse_duration(spec.checkpoints.commit_timeout),
             kept_recoveries=max(LEAST_RECOVERIES, KEPT_RECOVERIES // spec.cells),
+            restart_blockers_after=spec.checkpoints.restart_blockers_after,
         )
 
     def _wake_cell(self, index: int) -> None:

@@ -7,12 +7,19 @@ from typing import Final
 
 from gym_operator.api.conditions import ConditionReason, ConditionStatus
 from gym_operator.api.objects import clip, format_time
-from gym_operator.api.stack import CellPhase, CellStatus, CollectionProgress, StackParticipant, StackPhase
+from gym_operator.api.stack import (
+    CellPhase,
+    CellStatus,
+    CollectionProgress,
+    RestartedRollout,
+    StackParticipant,
+    StackPhase,
+)
 from gym_operator.api.stack import Recovery as RecoveryStatus
 from gym_operator.rules.cell_record import how_to_go_on, stopped_by
 from gym_operator.rules.observed import CellSeen, Observed
 from gym_operator.rules.pod_state import pod_uid
-from gym_servers.coordination.record import Recovery, Stage
+from gym_servers.coordination.record import Recovery, Restarted, Stage
 from gym_servers.stack.spec import Participant
 
 _PROBLEM_REASONS: Final = {"collection": "TasksInvalid"}
@@ -92,6 +99,7 @@ def cell_status(before: CellStatus | None, cell: CellSeen, verdict: Verdict, see
         collection=cell_progress(before, cell, seen),
         last_checkpoint=seen.last_of.get(cell.index) or (before.last_checkpoint if before else None),
         recoveries=tuple(_recovery(each) for each in record.recoveries) if record else (),
+        restarted=tuple(_restarted(each) for each in record.restarted) if record else (),
     )
 
 
@@ -169,4 +177,16 @@ def _recovery(recovery: Recovery) -> RecoveryStatus:
         reason=recovery.reason[:128],
         started_at=format_time(recovery.started_at),
         seconds=recovery.seconds,
+    )
+
+
+def _restarted(one: Restarted) -> RestartedRollout:
+    return RestartedRollout(
+        rollout=one.rollout,
+        attempt=one.attempt,
+        checkpoints=one.times,
+        participant=one.participant,
+        where=one.where,
+        age_seconds=one.age_seconds,
+        time=format_time(one.at),
     )

@@ -29,6 +29,8 @@ from gym_servers.protocol.messages import Blocker as ProtocolBlocker
 from gym_servers.stack.settings import ParticipantKind
 from gym_servers.storage.manifest import Publication
 
+MAX_NAMED: Final = 10
+"""How many blockers an event names."""
 OPEN: Final[frozenset[CheckpointPhase]] = frozenset({"Preparing", "Committing", "Publishing"})
 """Phases in which a coordinator is at work, or was when it ended."""
 
@@ -178,6 +180,15 @@ def part_succeeded(
         }
     )
     return _concluded(_with(restarts, which, part), at)
+
+
+def blocked_by(blockers: Sequence[tuple[str, ProtocolBlocker]]) -> str:
+    """What a checkpoint waited for, for an event: who, where, and for how long."""
+    named = [
+        f"{blocker.id} is in {blocker.where} at {participant} for {blocker.age_seconds:.1f} s"
+        for participant, blocker in blockers[:MAX_NAMED]
+    ]
+    return "; ".join([*named, *([f"and {len(blockers) - MAX_NAMED} more"] if len(blockers) > MAX_NAMED else [])])
 
 
 def part_failed(

@@ -68,6 +68,7 @@ class Checkpoint:
         self._left_out: set[str] = set()
         self._proved = False  # every freeze: no lease ran out between the first and the last
         self._publication: Publication | None = None
+        self.answered: set[str] = set()  # participants that said whether they are ready, and for whom they are not
         self.death = ""  # whose, and how it showed: set before `take` is cancelled for it
 
     async def take(self) -> Outcome:
@@ -134,6 +135,7 @@ class Checkpoint:
         live: set[str] = set()
         for stage in staged(self._clients, PREPARE):
             replies = await together(*(self._prepare_one(client, deadline) for client in stage))
+            self.answered |= {client.name for client in stage}
             for client, report in zip(stage, replies, strict=True):
                 self._restarts |= set(report.restarts)
                 if client.kind == "environment":

@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 
 import httpx
 
+from gym_servers.coordination import blockers
 from gym_servers.coordination import decide as d
 from gym_servers.coordination.checkpoint import (
     Checkpoint,
@@ -45,6 +46,7 @@ from gym_servers.coordination.record import (
     Stage,
     Stopped,
 )
+from gym_servers.coordination.restarts import BlockerRestarts
 from gym_servers.coordination.settle import choose, settle_left_open
 from gym_servers.coordination.verbs import forget_all, leased, renew, resume_all, retire_all
 from gym_servers.protocol.digests import sha256
@@ -92,7 +94,9 @@ class CellHost(Protocol):
 
 @dataclass(frozen=True)
 class CellSettings:
-    """Which cell, and how it is treated. Times in seconds; the record keeps the last `kept_recoveries`."""
+    """Which cell, and how it is treated. Times in seconds; the record keeps the last `kept_recoveries`.
+    `restart_blockers_after`: how many checkpoints in a row a rollout may hold up before it is restarted; 0 for any
+    number."""
 
     stack_uid: str
     cell: int
@@ -105,6 +109,7 @@ class CellSettings:
     lease_grace: float = 60.0
     previous_token: str = field(default="", repr=False)
     kept_recoveries: int = KEPT_RECOVERIES
+    restart_blockers_after: int = 0
 
 
 @dataclass(frozen=True)
@@ -135,6 +140,7 @@ class CellController:
         self._clients: list[ParticipantClient] = []
         self._install: asyncio.Task[None] | None = None
         self._checkpoint: asyncio.Task[Outcome] | None = None
+        self._restarts = BlockerRestarts(host.announce, self._update, wall)
         self._taking: Checkpoint | None = None
         self._rows = 0
         self._recovering = False
@@ -151,6 +157,7 @@ class CellController:
                 task.cancel()
                 await asyncio.wait([task])
         self._install = None  # its outcome, a cancellation, is nobody's to judge
+        await self._restarts.close()
 
     # ---- looking ------------------------------------------------------------------------------------------
 
@@ -386,6 +393,8 @@ class CellController:
             verb_id = f"forget-{secrets.token_hex(4)}"
             with suppress(ProtocolError, Unreachable):  # the driver's next status asks again
                 await forget_all(self._clients, verb_id, forget, self._wall() + TEND_SECONDS)
+        statuses = {name: one.status for name, one in seen.items() if one.status is not None}
+        await self._restarts.see_to(self.record, self.settings.restart_blockers_after, statuses, self._clients)
 
     async def _reopen(self, names: Mapping[str, str]) -> None:
         await self._save()  # one that another coordinator has open looks the same to whoever does not know its record
@@ -483,10 +492,14 @@ class CellController:
         try:
             outcome = await checkpoint.take()
         except CheckpointFailed as failure:
-            await self._save(open=None if failure.settled else left.model_copy(update={"given_up": True}))
+            still = None if failure.settled else left.model_copy(update={"given_up": True})
+            waited_for, answered = failure.blockers, checkpoint.answered
+            await self._update(
+                lambda record: {"open": still, "blocked": blockers.counted(record.blocked, waited_for, answered)}
+            )
             raise
         async with checkpoint.held():  # until the record says who is to hold what it has stopped
-            await self._save(failures=0, **_published(left, outcome.digest))
+            await self._save(failures=0, blocked=[], **_published(left, outcome.digest))
         return outcome
 
     async def settle(self, *, reopen: bool = True) -> tuple[Publication, str] | None:
@@ -521,8 +534,12 @@ class CellController:
 
     async def _save(self, **changes: Any) -> None:
         """Persist first, then believe: what is not durable did not happen."""
+        await self._update(lambda _: changes)
+
+    async def _update(self, change: Callable[[CellRecord], Mapping[str, Any]]) -> None:
+        """As `_save`, by what the record says once nobody else is changing it."""
         async with self._changing:
-            record = self.record.model_copy(update=changes)
+            record = self.record.model_copy(update=dict(change(self.record)))
             await self._host.save(record)
             self.record = record
 

@@ -78,6 +78,24 @@ class Recovery(_Part):
     planned: bool = False
 
 
+class Blocked(_Part):
+    """A rollout that held the last `times` checkpoints up: under which attempt, which participant named it last, in
+    which step, and for how long by then."""
+
+    rollout: str
+    attempt: int
+    times: int
+    participant: str
+    where: str
+    age_seconds: float
+
+
+class Restarted(Blocked):
+    """A rollout whose attempt was retired because it held checkpoints up. `at`: Unix seconds."""
+
+    at: float
+
+
 class CellRecord(_Part):
     """`refused`: URIs of checkpoints that cannot be restored; `refusals`: URI -> how often one could not be
     installed. Both are forgotten once the cell runs. `failures`: recoveries in a row that brought no progress, -1
@@ -95,6 +113,8 @@ class CellRecord(_Part):
     open: OpenCheckpoint | None = None
     stopped: Stopped | None = None
     recoveries: list[Recovery] = []
+    blocked: list[Blocked] = []
+    restarted: list[Restarted] = []
 
 
 def tried_again(record: CellRecord, backoff_limit: int, suspended: bool) -> CellRecord | None:

@@ -94,6 +94,7 @@ async def running(stack: LocalStack, folder: Path, announce: Announce) -> AsyncI
                 backoff_limit=stack.spec.recovery.backoff_limit,
                 prepare_timeout=parse_duration(stack.spec.checkpoints.prepare_timeout),
                 commit_timeout=parse_duration(stack.spec.checkpoints.commit_timeout),
+                restart_blockers_after=stack.spec.checkpoints.restart_blockers_after,
             ),
             partial(open_store, s3=reach),
             http,

@@ -264,6 +264,10 @@ class CheckpointsSpec(WireModel):
     cell_order: Literal["OneByOne", "Together"] = "OneByOne"
     """OneByOne checkpoints one cell after the other, so that most of the stack never pauses; Together checkpoints all
     cells at once."""
+    restart_blockers_after: int = Field(3, ge=0, le=100)
+    """A rollout that kept so many checkpoints in a row from being taken is restarted under its next attempt, which an
+    event and the status say; 0 for never. Give prepareTimeout more than the longest step that a checkpoint waits for,
+    or rollouts that only take their time are restarted too."""
 
     @model_validator(mode="after")
     def _has_a_place(self) -> Self:

@@ -21,6 +21,7 @@ def test_defaults_are_filled_in(spec_document: dict[str, Any]) -> None:
     assert spec.checkpoints.enabled
     assert (spec.checkpoints.prepare_timeout, spec.checkpoints.commit_timeout) == ("60s", "120s")
     assert spec.checkpoints.cell_order == "OneByOne"
+    assert spec.checkpoints.restart_blockers_after == 3
     assert (spec.recovery.policy, spec.recovery.backoff_limit) == ("Restore", 5)
     assert spec.collection is not None
     assert (spec.collection.repeats, spec.collection.concurrency, spec.collection.max_failures) == (1, 64, 3)
@@ -89,6 +90,7 @@ REFUSALS: list[tuple[Change, str]] = [
     ),
     (lambda s: s["checkpoints"].update(prepareTimeout="60"), "a whole number and a unit"),
     (lambda s: s["checkpoints"].update(commitTimeout="25h"), "at most 24h"),
+    (lambda s: s["checkpoints"].update(restartBlockersAfter=-1), "greater than or equal to 0"),
     (lambda s: s["collection"].update(tasks="http://x/y"), "write s3://bucket/key, or a path"),
     (lambda s: s["collection"].update(concurrency=0), "greater than or equal to 1"),
     (lambda s: s.update(checkpoints={"enabled": False}), "need checkpoints.storage.s3"),
