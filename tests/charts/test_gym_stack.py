@@ -108,6 +108,7 @@ def test_all_values_arrive(render: Render) -> None:
             "existingSecret": "keys",
         },
         "recovery": {"policy": "Restart", "backoffLimit": 9},
+        "access": {"driverSelector": {"matchLabels": {"app": "trainer"}}, "attemptFloor": False},
         "suspend": True,
     }
     spec = spec_of(render(CHART, values))
@@ -126,6 +127,8 @@ def test_all_values_arrive(render: Render) -> None:
         "credentialsSecret": "keys",
     }
     assert (spec.recovery.policy, spec.recovery.backoff_limit, spec.suspend) == ("Restart", 9, True)
+    assert spec.access.driver_selector is not None
+    assert (spec.access.driver_selector.match_labels, spec.access.attempt_floor) == ({"app": "trainer"}, False)
 
 
 def test_credentials_are_created_named_or_left_to_a_role(render: Render) -> None:

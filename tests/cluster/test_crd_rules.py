@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from gym_kit import tools
 from gym_kit.cluster.local.api_only import api_server_only
@@ -78,7 +79,27 @@ def test_a_stack_gets_its_defaults_and_a_status_nobody_has_looked_at(kubectl: Ku
     stack = json.loads(done.stdout)
     assert stack["status"] == {"observedGeneration": -1}
     assert stack["spec"]["recovery"] == {"policy": "Restore", "backoffLimit": 5}
+    assert stack["spec"]["access"] == {"attemptFloor": True}
     assert stack["spec"]["servers"][1]["config"] == {"any": {"depth": [1, 0.5]}}
+
+
+def test_an_external_driver_s_access_is_accepted_as_people_write_it(kubectl: Kubectl, tmp_path: Path) -> None:
+    """Also `off`, which is a boolean to kubectl; and what is made of it is a policy that the API server takes."""
+    body = copy.deepcopy(STACK)
+    body["spec"]["access"] = {
+        "driverSelector": {"matchLabels": {"app": "trainer", "example.com/team": "rl"}},
+        "attemptFloor": False,
+    }
+    file = tmp_path / "stack.yaml"
+    file.write_text(yaml.safe_dump(body).replace("attemptFloor: false", "attemptFloor: off"))
+    done = kubectl("create", "--dry-run=server", "--output=json", f"--filename={file}")
+    assert done.returncode == 0, done.stderr
+    stack = GymStack.parse(json.loads(done.stdout))
+    assert not stack.spec.access.attempt_floor
+    children = build_children(StackContext(stack.identity, stack.spec, "gym-system"))
+    (policy,) = [child for child in children if child["kind"] == "NetworkPolicy"]
+    done = create(kubectl, policy)
+    assert done.returncode == 0, done.stderr
 
 
 def test_its_children_are_accepted_under_the_restricted_standard(kubectl: Kubectl) -> None:
@@ -125,6 +146,10 @@ REFUSALS: list[tuple[Change, str]] = [
     (lambda b: b["spec"]["checkpoints"].update(prepareTimeout="25h"), "a duration is at most 24h"),
     (lambda b: b["spec"]["collection"].update(output="/rows"), "output must be an s3:// URI"),
     (lambda b: b["spec"]["collection"].update(tasks="http://x/y"), "write s3://bucket/key, or a path"),
+    (lambda b: b["spec"].update(access={"driverSelector": {}}), "matchLabels: Required value"),
+    (lambda b: b["spec"].update(access={"driverSelector": {"matchLabels": {}}}), "should have at least 1 properties"),
+    (lambda b: b["spec"].update(access={"driverSelector": {"matchLabels": {"app": "a b"}}}), "at both ends"),
+    (lambda b: b["spec"].update(access={"attemptFloor": "maybe"}), "must be of type boolean"),
 ]
 
 

@@ -64,7 +64,7 @@ def render_settings(
             host=host,
             data_port=ports_of(participant.name).data,
             control_port=ports_of(participant.name).control,
-            checkpoint=CheckpointSettings(enabled=spec.checkpoints.enabled),
+            checkpoint=CheckpointSettings(enabled=spec.checkpoints.enabled, attempt_floor=spec.access.attempt_floor),
             storage=_storage(spec) if uses_storage(participant, spec) else StorageSettings(),
             collection=_collection(spec, cells_file) if participant.kind == "collection" else None,
             image=image,

@@ -53,6 +53,11 @@ _CA_SECRET = "caSecret is for an endpoint of your own: set endpoint to an addres
 _KMS_KEY = "kmsKeyID is for keys of a key management service: set type to SSE-KMS, or leave kmsKeyID out"
 _NAME_LENGTH = f"<stack>-<server> names pods and is at most {MAX_WORKLOAD_NAME} characters: choose shorter names"
 _STACK_NAME = "a stack's name has only lower-case letters, digits and dashes, and begins with a letter"
+_LABEL_KEY = "a label's key is a name such as app, or a domain and a name such as example.com/app"
+_LABEL_VALUE = (
+    "a label's value has at most 63 letters, digits, dashes, dots and underscores, and a letter or digit at both ends"
+)
+_LABEL_NAME = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 
 NAME_RULES = [
     rule(f"self.metadata.name.matches(r'{LABEL_PATTERN}')", _STACK_NAME),
@@ -293,6 +298,36 @@ class PullSecret(WireModel):
     """Name of the Secret."""
 
 
+class PodSelector(WireModel):
+    """Pods of the stack's namespace, by their labels."""
+
+    match_labels: Annotated[
+        dict[str, Annotated[str, StringConstraints(max_length=63), matches(rf"^({_LABEL_NAME})?$", _LABEL_VALUE)]],
+        Field(min_length=1, max_length=16),
+    ]
+    """Labels that a pod must have, all of them, such as app: trainer."""
+
+    @model_validator(mode="after")
+    def _keys_are_labels(self) -> Self:
+        # Not in the CRD: a key of a map has no bound there, so that no rule over it would be cheap enough.
+        pattern = rf"([a-z0-9]([-a-z0-9.]{{0,251}}[a-z0-9])?/)?{_LABEL_NAME}"
+        if not all(re.fullmatch(pattern, key) for key in self.match_labels):
+            raise _problem(_LABEL_KEY)
+        return self
+
+
+class AccessSpec(WireModel):
+    """Who drives the rollouts, where that is not the stack itself."""
+
+    driver_selector: PodSelector | None = None
+    """Pods that may call the servers' data ports beside the stack's own, such as those of a trainer. Without it
+    nobody else may, where the cluster enforces network policies."""
+    attempt_floor: bool = True
+    """on: after a recovery, work under an attempt below the cell's is refused, also of rollouts that are new. off:
+    for a driver that cannot learn the cell's attempt; then a rollout's own later attempts alone keep its earlier ones
+    out."""
+
+
 class StackSpec(WireModel):
     """The servers of a stack, how they are driven, checkpointed and recovered."""
 
@@ -325,6 +360,8 @@ class StackSpec(WireModel):
     """How rollouts are checkpointed."""
     recovery: RecoverySpec = Field(default_factory=RecoverySpec, json_schema_extra={"default": {}})
     """What happens when a server dies."""
+    access: AccessSpec = Field(default_factory=AccessSpec, json_schema_extra={"default": {}})
+    """Who drives the rollouts, where that is not the stack itself."""
     suspend: bool = False
     """Stops all servers; a stack that is switched on again continues from its newest checkpoint."""
 

@@ -74,6 +74,17 @@ def test_defaults_are_left_out_so_that_a_later_version_changes_nothing(
     assert "lease_grace_seconds" not in document["checkpoint"]
 
 
+@pytest.mark.parametrize(
+    ("written", "floor"), [({}, True), ({"attemptFloor": True}, True), ({"attemptFloor": False}, False)]
+)
+def test_every_process_knows_whether_the_cell_s_attempt_is_a_floor(
+    identity: StackIdentity, spec_document: dict[str, Any], written: dict[str, Any], floor: bool
+) -> None:
+    spec_document["access"] = written
+    settings = rendered(identity, spec_document)
+    assert {one.checkpoint.attempt_floor for one in settings.values()} == {floor}
+
+
 @pytest.mark.parametrize("cell", [0, 3])
 def test_a_process_puts_its_own_cell_into_the_addresses(
     identity: StackIdentity, spec_document: dict[str, Any], tmp_path: Path, cell: int

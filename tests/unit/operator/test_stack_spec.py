@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import yaml
 
 from gym_operator.structural import structural_schema
 from gym_servers.stack.durations import parse_duration
@@ -44,6 +45,15 @@ def test_the_local_runner_needs_no_image_and_no_bucket(spec_document: dict[str, 
     spec_document["checkpoints"]["storage"] = {"directory": "/tmp/checkpoints"}
     spec_document["collection"] = {"tasks": "tasks.jsonl", "output": "rows"}
     assert parse_spec(spec_document).s3 is None
+
+
+def test_on_and_off_are_what_they_say_in_yaml(spec_document: dict[str, Any]) -> None:
+    for text, floor in (("on", True), ("off", False)):
+        spec_document["access"] = yaml.safe_load(f"attemptFloor: {text}")
+        assert parse_spec(spec_document).access.attempt_floor is floor
+    del spec_document["access"]
+    assert parse_spec(spec_document).access.attempt_floor
+    assert parse_spec(spec_document).access.driver_selector is None
 
 
 REFUSALS: list[tuple[Change, str]] = [
@@ -94,6 +104,12 @@ REFUSALS: list[tuple[Change, str]] = [
     (lambda s: s["collection"].update(tasks="http://x/y"), "write s3://bucket/key, or a path"),
     (lambda s: s["collection"].update(concurrency=0), "greater than or equal to 1"),
     (lambda s: s.update(checkpoints={"enabled": False}), "need checkpoints.storage.s3"),
+    (lambda s: s.update(access={"driverSelector": {}}), "matchLabels: Field required"),
+    (lambda s: s.update(access={"driverSelector": {"matchLabels": {}}}), "at least 1 item"),
+    (lambda s: s.update(access={"driverSelector": {"matchLabels": {"a/b/c": "x"}}}), "such as example.com/app"),
+    (lambda s: s.update(access={"driverSelector": {"matchLabels": {"-a": "x"}}}), "such as example.com/app"),
+    (lambda s: s.update(access={"driverSelector": {"matchLabels": {"app": "a b"}}}), "letter or digit at both ends"),
+    (lambda s: s.update(access={"attemptFloor": "maybe"}), "valid boolean"),
 ]
 
 

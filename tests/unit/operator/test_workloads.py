@@ -285,6 +285,17 @@ def test_the_network_policy_keeps_control_to_the_operator(children: tuple[Manife
     assert selects(members["podSelector"]["matchLabels"], pod_of(children, "env")["metadata"]["labels"])
 
 
+def test_the_driver_s_pods_may_call_data_and_nothing_else(context: Build, spec_document: dict[str, Any]) -> None:
+    spec_document["access"] = {"driverSelector": {"matchLabels": {"app": "trainer"}}}
+    (policy,) = of_kind(build_children(context(spec_document)), "NetworkPolicy").values()
+    sources = {rule["ports"][0]["port"]: rule["from"] for rule in policy["spec"]["ingress"]}
+    driver = {"podSelector": {"matchLabels": {"app": "trainer"}}}
+    assert driver in sources["data"]
+    assert len(sources["data"]) == 2
+    assert driver not in sources["control"]
+    assert len(sources["control"]) == 1
+
+
 def test_building_twice_changes_nothing(context: Build, spec_document: dict[str, Any]) -> None:
     for first, second in zip(
         build_children(context(spec_document)), build_children(context(spec_document)), strict=True

@@ -9,12 +9,16 @@ NAMESPACE_NAME_LABEL = "kubernetes.io/metadata.name"
 
 
 def network_policy(context: StackContext) -> Manifest:
-    """`<stack>-servers`: control only for the operator, data only for pods that carry the stack's label."""
+    """`<stack>-servers`: control only for the operator, data only for pods that carry the stack's label, and for
+    those of its driver."""
     operator = {
         "namespaceSelector": {"matchLabels": {NAMESPACE_NAME_LABEL: context.operator_namespace}},
         "podSelector": {"matchLabels": {names.NAME_LABEL: names.OPERATOR_NAME}},
     }
-    members = {"podSelector": {"matchLabels": {names.STACK_LABEL: context.name}}}
+    callers = [{"podSelector": {"matchLabels": {names.STACK_LABEL: context.name}}}]
+    driver = context.spec.access.driver_selector
+    if driver is not None:
+        callers.append({"podSelector": driver.document()})
     return child(
         context,
         "networking.k8s.io/v1",
@@ -26,7 +30,7 @@ def network_policy(context: StackContext) -> Manifest:
             "policyTypes": ["Ingress"],
             "ingress": [
                 {"from": [operator], "ports": [{"protocol": "TCP", "port": names.CONTROL_PORT_NAME}]},
-                {"from": [members], "ports": [{"protocol": "TCP", "port": names.DATA_PORT_NAME}]},
+                {"from": callers, "ports": [{"protocol": "TCP", "port": names.DATA_PORT_NAME}]},
             ],
         },
     )
