@@ -102,7 +102,7 @@ def _environment(settings: ServerSettings, gate: Gate, peers: Peers, secrets: _S
     else:
         resources = peers.only("resources", config.resources)
         server = SingleAgentTurn(participant, peers, secrets.cookie, agent=agent, resources=resources)
-    return participant, create_app(participant, server), None
+    return participant, create_app(participant, server, settings.cell), None
 
 
 def _agent(settings: ServerSettings, gate: Gate, peers: Peers, secrets: _Secrets) -> _Parts:

@@ -21,6 +21,7 @@ from gym_servers.model import capture_routes
 from gym_servers.protocol import headers
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.messages import PREFIX
+from gym_servers.protocol.rollouts import STATE_PATH
 from gym_servers.resources.counter import CounterServer
 from gym_servers.stack.settings import SettingsError
 
@@ -64,10 +65,13 @@ def test_without_checkpoints_there_is_no_control_route_and_the_same_data_api(
     on = listened(tmp_path / "on", name, monkeypatch, collection=None)
     assert (len(off), len(on)) == (1, 2)
     assert not [path for path in paths(off) if path.startswith(PREFIX)]
-    assert paths(on) - paths(off) == {
+    verbs = {
         f"{PREFIX}/{verb}"
         for verb in ("status", "prepare", "renew", "commit", "restore", "resume", "retire", "forget")
-    } | (paths(on) & {"/openapi.json"} - paths(off)) | (CAPTURED if name == "policy" else set())
+    }
+    asked = {STATE_PATH, f"{STATE_PATH}/{{rollout_id}}"} if name == "env" else set()
+    captured = CAPTURED if name == "policy" else set()
+    assert paths(on) - paths(off) == verbs | asked | captured | (paths(on) & {"/openapi.json"} - paths(off))
 
 
 async def test_without_checkpoints_the_data_api_needs_no_episode_and_answers_the_same(tmp_path: Path) -> None:

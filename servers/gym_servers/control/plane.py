@@ -221,6 +221,7 @@ class ControlPlane:
             self.gate.fence.restore(read.marks)
             self.gate.fence.restore(plan.marks())
             restored = self.participant.install(staged)
+            self.participant.origin = request.origin
             self.gate.move(moved(self.gate.control, Input.RESTORE, request.checkpoint_id))
             self._lease.renew()
             reply = m.RestoreReply(phase=self.gate.phase, source_checkpoint_id=read.source, restored=sorted(restored))
@@ -290,6 +291,7 @@ class ControlPlane:
             return
         if self.gate.phase is Phase.RESTORED:
             self.participant.uninstall()
+            self.participant.origin = None
             self._restored, self._restored_from = None, None
         # A commit whose coordinator vanished must not be published by what it left running.
         if self._write is not None and self.gate.phase is Phase.COMMITTED:

@@ -74,6 +74,12 @@ async def _restore(
     sessions: Mapping[str, str],
     deadline: float,
 ) -> None:
+    origin = m.Origin(
+        checkpoint_id=publication.checkpoint_id,
+        name=publication.name,
+        labels=publication.labels,
+        driver_state=publication.driver_state,
+    )
     results = await asyncio.gather(
         *(
             client.call(
@@ -87,6 +93,7 @@ async def _restore(
                     restarts=publication.discontinued,
                     manifest_digest=digests[client.kind, client.name],
                     session=sessions.get(client.name),
+                    origin=origin if client.kind == "environment" else None,
                 ),
                 m.RestoreReply,
             )

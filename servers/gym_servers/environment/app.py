@@ -1,11 +1,12 @@
-"""The environment server's routes: `/run`, for a task or for a whole row, and `/aggregate_metrics`."""
+"""The environment server's routes: `/run`, for a task or for a whole row, and where its driver asks what became of
+it."""
 
 from __future__ import annotations
 
 import uuid
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -15,7 +16,8 @@ from gym_servers.http.row_identity import row_episode, without_attempt
 from gym_servers.participants.environment import EnvironmentParticipant, Live, Unclaimed
 from gym_servers.protocol.digests import digest_of
 from gym_servers.protocol.errors import ProtocolError
-from gym_servers.protocol.identity import Episode, InvalidIdentity
+from gym_servers.protocol.identity import MAX_ROLLOUT_ID, Episode, InvalidIdentity
+from gym_servers.protocol.rollouts import MAX_PAGE, PAGE, STATE_PATH, RolloutPage, RolloutState
 from gym_servers.resources.metrics import AggregateRequest, aggregate
 from gym_servers.stack.settings import describe
 
@@ -49,7 +51,8 @@ class RunRequest(BaseModel):
     task: Task
 
 
-def create_app(participant: EnvironmentParticipant, server: EnvironmentServer) -> FastAPI:
+def create_app(participant: EnvironmentParticipant, server: EnvironmentServer, cell: int = 0) -> FastAPI:
+    """`cell`: the number of the cell, for drivers that ask."""
     app = base_app("environment", lambda: participant.gate.is_open or participant.gate.checkpoint_open)
 
     async def outcome_of(
@@ -107,4 +110,39 @@ def create_app(participant: EnvironmentParticipant, server: EnvironmentServer) -
     async def aggregate_metrics(body: AggregateRequest) -> dict[str, Any]:
         return aggregate(body.verify_responses)
 
+    if participant.gate.enabled:
+        _add_rollout_state(app, participant, cell)
     return app
+
+
+def _add_rollout_state(app: FastAPI, participant: EnvironmentParticipant, cell: int) -> None:
+    gate = participant.gate
+
+    def of_cell() -> dict[str, Any]:
+        return {
+            "cell": cell,
+            "in_service": gate.is_open or gate.checkpoint_open,
+            "cell_attempt": gate.fence.floor,
+            "attempt_floor": gate.fence.enforce_floor,
+            "origin": participant.origin,
+        }
+
+    @app.get(STATE_PATH)
+    async def page(
+        after: Annotated[str, Query(max_length=MAX_ROLLOUT_ID)] = "",
+        limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = PAGE,
+    ) -> RolloutPage:
+        known = sorted(rollout for rollout in participant.rollouts() if rollout > after)
+        return RolloutPage(
+            **of_cell(),
+            rollouts=[participant.standing(rollout) for rollout in known[:limit]],
+            next=known[limit - 1] if len(known) > limit else None,
+        )
+
+    @app.get(f"{STATE_PATH}/{{rollout_id}}")
+    async def one(rollout_id: str) -> RolloutState:
+        try:
+            Episode(rollout_id, 0)
+        except InvalidIdentity as error:
+            raise ProtocolError("invalid_request", str(error)) from error
+        return RolloutState(**of_cell(), rollout=participant.standing(rollout_id))

@@ -45,6 +45,15 @@ class Answered:
             raise ProtocolError("stale_attempt", f"{episode.key} has ended already; use the next attempt")
         return None
 
+    def last(self, rollout_id: str) -> tuple[int, bool] | None:
+        """The highest attempt of a rollout that has ended, and whether its result is kept; None where none has."""
+        attempt = self._attempts.get(rollout_id)
+        return None if attempt is None else (attempt, Episode(rollout_id, attempt) in self._results)
+
+    def rollouts(self) -> Collection[str]:
+        """Those with a result that is kept."""
+        return self._kept.keys()
+
     def __iter__(self) -> Iterator[tuple[Episode, str, Any]]:
         """Episode, digest and result of each."""
         return iter([(episode, digest, result) for episode, (digest, result) in self._results.items()])

@@ -10,7 +10,7 @@ from typing import Any
 from gym_servers.participants.gate import Gate
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.identity import Episode, highest, next_attempt, parse_key
-from gym_servers.protocol.messages import Blocker
+from gym_servers.protocol.messages import Blocker, Origin
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,7 @@ class Participant(abc.ABC):
 
     kind: str
     problem: str = ""  # what keeps this process from its work, for people; empty where nothing does
+    origin: Origin | None = None  # what is restored here, where the coordinator said so
 
     def __init__(self, gate: Gate) -> None:
         self.gate = gate

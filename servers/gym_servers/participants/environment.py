@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from gym_servers.participants.answered import Answered, same_request
 from gym_servers.participants.base import Participant, RestorePlan, Scope, Survey
@@ -22,6 +22,7 @@ from gym_servers.participants.records import encoded, from_bytes, reading
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.identity import Episode
 from gym_servers.protocol.messages import Blocker
+from gym_servers.protocol.rollouts import Standing
 
 T = TypeVar("T")
 State = Mapping[str, Any]
@@ -221,6 +222,39 @@ class EnvironmentParticipant(Participant):
         ]
         if lower:
             await self.retire(lower)
+
+    # ---- asking -------------------------------------------------------------------------------------------
+
+    def standing(self, rollout_id: str) -> Standing:
+        """Where a rollout stands, for its driver."""
+        lowest = self.gate.fence.lowest(rollout_id)
+        running = [one for one in self._by_rollout.get(rollout_id, ()) if one.episode.attempt >= lowest]
+        if running:
+            live = max(running, key=lambda one: one.episode.attempt)
+            return self._stands(live.episode, "running", live.where)
+        if (record := self._unclaimed.get(rollout_id)) is not None:
+            return self._stands(record.episode, "restored", record.stage)
+        if (ended := self._answered.last(rollout_id)) is not None:
+            attempt, kept = ended
+            if kept:
+                return self._stands(Episode(rollout_id, attempt), "answered")
+            lowest = max(lowest, attempt + 1)
+        return Standing(rollout_id=rollout_id, state="unknown", next_attempt=lowest)
+
+    def _stands(
+        self, episode: Episode, state: Literal["restored", "running", "answered"], stage: str = ""
+    ) -> Standing:
+        return Standing(
+            rollout_id=episode.rollout_id,
+            state=state,
+            attempt=episode.attempt,
+            stage=stage,
+            next_attempt=episode.attempt + 1,
+        )
+
+    def rollouts(self) -> set[str]:
+        """Those that stand anywhere."""
+        return {*self._by_rollout, *self._unclaimed, *self._answered.rollouts()}
 
     # ---- stages -------------------------------------------------------------------------------------------
 

@@ -30,9 +30,9 @@ class Fence:
         self.floor = cell_attempt
 
     def is_stale(self, episode: Episode) -> bool:
-        return episode.attempt < self._lowest(episode.rollout_id)
+        return episode.attempt < self.lowest(episode.rollout_id)
 
-    def _lowest(self, rollout_id: str) -> int:
+    def lowest(self, rollout_id: str) -> int:
         """The lowest attempt of a rollout that may still act."""
         return max(self.floor if self.enforce_floor else 0, self.marks.get(rollout_id, -1) + 1)
 
@@ -42,7 +42,7 @@ class Fence:
             raise ProtocolError(
                 "stale_attempt",
                 f"{episode.key} was replaced or retired; attempts below "
-                f"{self._lowest(episode.rollout_id)} have no effect here",
+                f"{self.lowest(episode.rollout_id)} have no effect here",
             )
 
     def admit(self, episode: Episode) -> None:

@@ -7,7 +7,7 @@ extend the partial-rollout control API of NeMo Gym have defaults, so that a fore
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
@@ -56,6 +56,18 @@ class CommitRequest(Verb):
         return self
 
 
+class Origin(BaseModel):
+    """(+) The checkpoint that is restored, in the words of whoever had it taken: for a driver that asks the
+    environment what has become of its rollouts."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    checkpoint_id: CheckpointId
+    name: Annotated[str, StringConstraints(max_length=253)]
+    labels: dict[str, str] = {}
+    driver_state: dict[str, Any] | None = None
+
+
 class RestoreRequest(Verb):
     checkpoint_dir: str
     episode_ids: list[CaptureKey]
@@ -64,6 +76,7 @@ class RestoreRequest(Verb):
     restarts: list[CaptureKey] = []  # (+) recorded too, and not continued: their attempts are over
     manifest_digest: str | None = None  # (+) the manifest's SHA-256 as published; another one is refused
     session: str | None = None  # (+) the process that is meant: its successor at the same address refuses
+    origin: Origin | None = None  # (+) given to environments
 
 
 class ResumeRequest(Verb):

@@ -1,0 +1,62 @@
+"""What an environment server answers to a driver that asks where its rollouts stand.
+
+    GET /ng-rollout-state              all that it knows, in pages
+    GET /ng-rollout-state/<rollout>    one
+
+On the data port, in every phase, without a token: whoever may send `/run` may ask.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from gym_servers.protocol.messages import Answer, Origin
+
+STATE_PATH = "/ng-rollout-state"
+PAGE = 100
+MAX_PAGE = 1000
+
+
+class Standing(Answer):
+    """Where a rollout stands.
+
+    restored   it waits for its `/run` under `attempt`, and continues then
+    running    a `/run` under `attempt` joins it
+    answered   a `/run` under `attempt` is answered again
+    unknown    it has to be sent from its input
+
+    `stage`: of a rollout that is restored or running. `next_attempt`: the lowest attempt under which it may be
+    started over; a driver that has used higher ones goes on above them.
+    """
+
+    rollout_id: str
+    state: Literal["restored", "running", "answered", "unknown"]
+    attempt: int | None = None
+    stage: str = ""
+    next_attempt: int
+
+
+class CellState(Answer):
+    """The cell as its environment sees it. While it is not `in_service` its rollouts may not all be known yet.
+
+    `cell_attempt` counts the cell's recoveries; with `attempt_floor` nothing below it is admitted. `origin`: the
+    checkpoint that it was restored from, None for a start from the input."""
+
+    cell: int
+    in_service: bool
+    cell_attempt: int
+    attempt_floor: bool
+    origin: Origin | None = None
+
+
+class RolloutState(CellState):
+    """One rollout."""
+
+    rollout: Standing
+
+
+class RolloutPage(CellState):
+    """Some rollouts, by their ids. `next`: ask again with `after` set to it; None on the last page."""
+
+    rollouts: list[Standing]
+    next: str | None = None
