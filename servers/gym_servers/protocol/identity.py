@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 MAX_ROLLOUT_ID = 200
+MAX_ATTEMPT = 10**9
 _ROLLOUT_ID = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_ROLLOUT_ID - 1}}}")
 _ATTEMPT_SUFFIX = re.compile(r"-a([0-9]+)$")
 
@@ -33,8 +34,8 @@ class Episode:
                 f"rollout id {self.rollout_id[:80]!r}: use letters, digits, '.', '_' and '-', starting with a "
                 f"letter or digit, at most {MAX_ROLLOUT_ID} characters, not ending in -a<digits>"
             )
-        if self.attempt < 0:
-            raise InvalidIdentity(f"attempt {self.attempt}: attempts count from 0")
+        if not 0 <= self.attempt <= MAX_ATTEMPT:
+            raise InvalidIdentity(f"attempts count from 0 and end at {MAX_ATTEMPT}")
 
     @property
     def key(self) -> str:
@@ -54,6 +55,8 @@ def parse_key(key: str) -> Episode:
     digits = match.group(1)
     if digits.startswith("0"):
         raise InvalidIdentity(f"capture key {key[:80]!r}: attempt 0 has no suffix, others no leading zero")
+    if len(digits) > len(str(MAX_ATTEMPT)):
+        raise InvalidIdentity(f"attempts count from 0 and end at {MAX_ATTEMPT}")
     return Episode(key[: match.start()], int(digits))
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from gym_servers.http.episode_path import PREFIX, episode_path
 from gym_servers.protocol.identity import (
+    MAX_ATTEMPT,
     MAX_ROLLOUT_ID,
     Episode,
     InvalidIdentity,
@@ -81,6 +82,16 @@ def test_names_that_only_look_like_a_suffix_are_fine(name: str) -> None:
 def test_negative_attempts_are_refused() -> None:
     with pytest.raises(InvalidIdentity, match="count from 0"):
         Episode("x", -1)
+
+
+@pytest.mark.parametrize("attempt", [MAX_ATTEMPT + 1, 10**400])
+def test_attempts_have_an_end(attempt: int) -> None:
+    with pytest.raises(InvalidIdentity, match=f"end at {MAX_ATTEMPT}"):
+        Episode("x", attempt)
+    for digits in (str(attempt), "9" * 5000):  # more than Python would read as a number
+        with pytest.raises(InvalidIdentity, match=f"end at {MAX_ATTEMPT}"):
+            parse_key(f"x-a{digits}")
+    assert parse_key(Episode("x", MAX_ATTEMPT).key).attempt == MAX_ATTEMPT
 
 
 @given(st.none() | st.integers(0, 50), st.integers(0, 50))
