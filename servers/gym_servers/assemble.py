@@ -78,6 +78,26 @@ class _Secrets:
 _Parts = tuple[Participant, "FastAPI", "Callable[[], Awaitable[None]] | None"]
 
 
+def _cell_root(settings: ServerSettings, index: int) -> ObjectStore | None:
+    """Where a cell of this stack keeps its checkpoints, and the attempt numbers it has used up."""
+    if not settings.checkpoint.enabled or not (settings.storage.s3 or settings.storage.directory):
+        return None
+    return open_store(checkpoint_root(settings.storage, settings.stack, index), settings.storage.s3)
+
+
+def _attempts(settings: ServerSettings, owner: str) -> Callable[[int], Awaitable[None]]:
+    """Makes attempt numbers durable as used up by `owner`. Raises StorageError, ObjectConflict."""
+    from gym_servers.storage.cells import use_attempt_up
+
+    cell = _cell_root(settings, settings.cell)
+
+    async def use_up(attempt: int) -> None:
+        if cell is not None:
+            await asyncio.to_thread(use_attempt_up, cell, attempt, owner)
+
+    return use_up
+
+
 def _environment(settings: ServerSettings, gate: Gate, peers: Peers, secrets: _Secrets) -> _Parts:
     from pydantic import ValidationError
 
@@ -94,7 +114,8 @@ def _environment(settings: ServerSettings, gate: Gate, peers: Peers, secrets: _S
         raise SettingsError(f"server {settings.name}: `config` is not valid: {describe(error)}") from error
     kind = LegacyAgent if settings.server == "legacy-agent" else SingleAgentTurn
     boundaries = kind.checkpoint_boundaries and config.checkpoint_boundaries is not False
-    participant = EnvironmentParticipant(gate, boundaries=boundaries, limits=config.limits())
+    use_up = _attempts(settings, uuid.uuid4().hex) if settings.checkpoint.external_driver else None
+    participant = EnvironmentParticipant(gate, boundaries=boundaries, limits=config.limits(), use_up=use_up)
     agent = peers.only("agent", config.agent)
     server: EnvironmentServer
     if kind is LegacyAgent:
@@ -227,7 +248,7 @@ def _collection(settings: ServerSettings, gate: Gate, peers: Peers, _: _Secrets)
     from gym_servers.collection.shares import Shares, counted_in
     from gym_servers.collection.tasks import TasksError, load_tasks, rollouts
     from gym_servers.participants.collection import Assignment, CollectionParticipant, Output
-    from gym_servers.storage.cells import reserve_attempt, use_attempt_up
+    from gym_servers.storage.cells import reserve_attempt
     from gym_servers.storage.store import StorageError
 
     job = settings.collection
@@ -245,20 +266,8 @@ def _collection(settings: ServerSettings, gate: Gate, peers: Peers, _: _Secrets)
         output = DirectoryOutput(Path(job.output.removeprefix("file://")), todo)
     owner = uuid.uuid4().hex
 
-    def root_of(index: int) -> ObjectStore | None:
-        """Where a cell of this stack keeps its checkpoints, and the attempt numbers it has used up."""
-        if not settings.checkpoint.enabled or not (settings.storage.s3 or settings.storage.directory):
-            return None
-        return open_store(checkpoint_root(settings.storage, settings.stack, index), settings.storage.s3)
-
-    cell = root_of(settings.cell)
-
-    async def persist(attempt: int) -> None:
-        if cell is not None:
-            await asyncio.to_thread(use_attempt_up, cell, attempt, owner)
-
     def unused(index: int) -> int:
-        root = root_of(index)
+        root = _cell_root(settings, index)
         return reserve_attempt(root, 0, owner) if root is not None else 0
 
     assignment: Assignment | None = None
@@ -271,7 +280,7 @@ def _collection(settings: ServerSettings, gate: Gate, peers: Peers, _: _Secrets)
         todo,
         output,
         EnvironmentRun(peers, peers.only("environment")),
-        persist,
+        _attempts(settings, owner),
         concurrency=job.concurrency,
         max_failures=job.max_failures,
         problem=problem,

@@ -23,12 +23,15 @@ from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.identity import Episode
 from gym_servers.protocol.messages import Blocker
 from gym_servers.protocol.rollouts import Standing
+from gym_servers.storage.store import ObjectConflict, StorageError
 
 T = TypeVar("T")
 State = Mapping[str, Any]
 Snapshot = Callable[[], dict[str, Any]]
+UseUp = Callable[[int], Awaitable[None]]
 
 _CHECKPOINT = "checkpoint"  # holds budgets while one is open
+_AHEAD = 1000  # how far above the cell's attempt a driver may count: the cell's next attempt is above that
 
 
 @dataclass(frozen=True)
@@ -76,14 +79,23 @@ class Unclaimed:
 
 class EnvironmentParticipant(Participant):
     """Episodes of one environment server. `boundaries` is its `checkpoint_boundaries`: without them every episode is
-    a restart."""
+    a restart. `use_up` makes an attempt number durable before work starts under it; None where the driver does."""
 
     kind = "environment"
 
-    def __init__(self, gate: Gate, *, boundaries: bool = True, limits: Limits = Limits()) -> None:  # noqa: B008
+    def __init__(
+        self,
+        gate: Gate,
+        *,
+        boundaries: bool = True,
+        limits: Limits = Limits(),  # noqa: B008
+        use_up: UseUp | None = None,
+    ) -> None:
         super().__init__(gate)
         self.limits = limits
         self._boundaries = boundaries
+        self._use_up = use_up
+        self._used_up: set[int] = set()
         self._slots = Slots(limits.max_concurrent_episodes)
         self._live: dict[str, Live] = {}
         self._by_rollout: dict[str, set[Live]] = {}
@@ -108,6 +120,7 @@ class EnvironmentParticipant(Participant):
         """
         if not self.gate.enabled:
             return await body(self._new(episode, digest, anonymous=anonymous), None)
+        await self._reserve(episode)
         # First of all: a refused duplicate owns nothing, so it must not disturb what is live.
         if (live := self._live.get(episode.key)) is not None:
             same_request(episode, digest, live.digest)
@@ -143,6 +156,28 @@ class EnvironmentParticipant(Participant):
         live.task.add_done_callback(lambda _: self._ended(live))
         await self._retire_lower(episode)
         return await self._join(live)
+
+    async def _reserve(self, episode: Episode) -> None:
+        """An attempt above the cell's is used up before anything runs under it, so that the cell's next one is above
+        it: a driver outside of the stack has no other way to. Raises ProtocolError."""
+        attempt, floor = episode.attempt, self.gate.fence.floor
+        if self._use_up is None or attempt <= floor or attempt in self._used_up:
+            return
+        known = episode.key in self._live or self._answered.last(episode.rollout_id) == (attempt, True)
+        if known or self.gate.fence.is_stale(episode) or not (self.gate.is_open or self.gate.checkpoint_open):
+            return  # nothing is going to start
+        if attempt > floor + _AHEAD:
+            raise ProtocolError(
+                "invalid_request", f"attempt {attempt} is more than {_AHEAD} above the cell's, {floor}: count by ones"
+            )
+        try:
+            await self._use_up(attempt)
+        except ObjectConflict as error:
+            raise ProtocolError("stale_attempt", f"attempt {attempt} is a recovery's; use the next one") from error
+        except StorageError as error:
+            reason = f"attempt {attempt} cannot be made durable, try again: {error}"
+            raise ProtocolError("admission_closed", reason) from error
+        self._used_up.add(attempt)
 
     def _new(
         self, episode: Episode, digest: str, unclaimed: Unclaimed | None = None, *, anonymous: bool = False

@@ -64,7 +64,11 @@ def render_settings(
             host=host,
             data_port=ports_of(participant.name).data,
             control_port=ports_of(participant.name).control,
-            checkpoint=CheckpointSettings(enabled=spec.checkpoints.enabled, attempt_floor=spec.access.attempt_floor),
+            checkpoint=CheckpointSettings(
+                enabled=spec.checkpoints.enabled,
+                attempt_floor=spec.access.attempt_floor,
+                external_driver=participant.kind == "environment" and spec.collection is None,
+            ),
             storage=_storage(spec) if uses_storage(participant, spec) else StorageSettings(),
             collection=_collection(spec, cells_file) if participant.kind == "collection" else None,
             image=image,

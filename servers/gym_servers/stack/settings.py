@@ -70,12 +70,14 @@ class StorageSettings(_Model):
 
 
 class CheckpointSettings(_Model):
-    """`enabled: false` installs no control route and builds no record. `coordinated` processes start closed."""
+    """`enabled: false` installs no control route and builds no record. `coordinated` processes start closed.
+    `external_driver`: somebody without storage of his own drives, so an environment uses his attempt numbers up."""
 
     enabled: bool = False
     coordinated: bool = True
     lease_grace_seconds: float = Field(60.0, gt=0)
     attempt_floor: bool = True
+    external_driver: bool = False
 
 
 class CollectionSettings(_Model):
