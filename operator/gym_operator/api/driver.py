@@ -1,4 +1,5 @@
-"""What a driver outside of the stack hands over with a checkpoint, and is given back after a recovery."""
+"""What a driver outside of the stack hands over with a checkpoint, what it is given back after a recovery, and what
+it has to know then."""
 
 from __future__ import annotations
 
@@ -7,12 +8,15 @@ from typing import Annotated, Any, Final, Self
 from pydantic import Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
-from gym_operator.api.objects import Digest, StatusModel, Uri
+from gym_operator.api.objects import Count, Digest, Name, StatusModel, Uri
 from gym_servers.protocol.digests import canonical
 from gym_servers.stack.wire import FREE_OBJECT, WireModel, matches, rule, with_rules
 
 MAX_VALUE_BYTES: Final = 8192
 """Of a driver's state as JSON: it is copied into the stack's status."""
+MAX_ROLLOUTS: Final = 20
+"""How many rollouts of each sort a status names after a recovery; the environment's /ng-rollout-state has all of
+them."""
 
 _EITHER = "give the driver's state as value, or as uri and digest"
 _BOTH = "uri needs digest beside it, the SHA-256 of what is there"
@@ -60,3 +64,45 @@ class KeptDriverState(StatusModel):
     """Where the state is."""
     digest: Digest | None = None
     """SHA-256 of what is at the URI."""
+
+
+class RestoredCheckpoint(StatusModel):
+    """What was handed over with the checkpoint that a recovery continued from."""
+
+    name: Name
+    """Name of the GymCheckpoint."""
+    id: Name
+    """Id of the checkpoint, as participants and storage know it."""
+    labels: Annotated[
+        dict[str, Annotated[str, StringConstraints(max_length=256)]], Field(default_factory=dict, max_length=16)
+    ]
+    """Its labels, such as the trainer's step."""
+    driver_state: KeptDriverState | None = None
+    """The driver's own state."""
+
+
+class ContinuedRollout(StatusModel):
+    """A rollout that goes on where it was."""
+
+    rollout: Name
+    """Id of the rollout."""
+    attempt: Count
+    """The attempt to send it under."""
+
+
+class Continuation(StatusModel):
+    """What the cell's last recovery continues. Whatever else was under way starts over from its input, under an
+    attempt not below this one."""
+
+    attempt: Count
+    """The cell attempt it began."""
+    checkpoint: Name | None = None
+    """Id of the checkpoint it continued from; absent if it began from the input."""
+    continued_count: Count = 0
+    """Rollouts that go on where they were."""
+    continued: Annotated[tuple[ContinuedRollout, ...], Field(max_length=MAX_ROLLOUTS)] = ()
+    """The first of them."""
+    started_over_count: Count = 0
+    """Rollouts that ran when the checkpoint was taken, and that it could not continue."""
+    started_over: Annotated[tuple[Name, ...], Field(max_length=MAX_ROLLOUTS)] = ()
+    """The first of them. Those that began after the checkpoint start over too."""

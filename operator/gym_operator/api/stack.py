@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field, StringConstraints
 
 from gym_operator.api.conditions import Condition
+from gym_operator.api.driver import Continuation, RestoredCheckpoint
 from gym_operator.api.objects import (
     Count,
     Digest,
@@ -139,6 +140,8 @@ class CellStatus(StatusModel):
     """The newest published checkpoint of this cell."""
     recoveries: Annotated[tuple[Recovery, ...], Field(max_length=MAX_RECOVERIES)] = ()
     """The last recoveries, newest last."""
+    continuation: Continuation | None = None
+    """What the last recovery continues, for a driver outside of the stack; absent while it goes on."""
     restarted: Annotated[tuple[RestartedRollout, ...], Field(max_length=MAX_RESTARTED)] = ()
     """The last rollouts that were restarted because they held checkpoints up, newest last."""
 
@@ -156,6 +159,8 @@ class StackStatus(StatusModel):
     """The GymCheckpoint that stopped the stack, while it stands stopped; absent otherwise."""
     last_checkpoint: LastCheckpoint | None = None
     """The newest GymCheckpoint that succeeded."""
+    restored: RestoredCheckpoint | None = None
+    """What was handed over with the checkpoint that the last recovery of any cell continued from."""
     collection: CollectionProgress | None = None
     """How far the drivers of all cells are."""
     cells: Annotated[tuple[CellStatus, ...], Field(max_length=MAX_CELLS, json_schema_extra=list_map("index"))] = ()

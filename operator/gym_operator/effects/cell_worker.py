@@ -169,6 +169,7 @@ class CellWorker:
             record=record if self._orders is None or self._orders.settings is not None else None,
             waits=self._waits if not running or unheard or view is None else "",
             stopping=self._orders is not None and self._orders.stop,
+            continuation=self.controller.continuation if self.controller is not None else None,
         )
 
     # ---- the loop -----------------------------------------------------------------------------------------

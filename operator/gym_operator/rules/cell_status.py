@@ -17,6 +17,7 @@ from gym_operator.api.stack import (
 )
 from gym_operator.api.stack import Recovery as RecoveryStatus
 from gym_operator.rules.cell_record import how_to_go_on, stopped_by
+from gym_operator.rules.continuations import continuation_of
 from gym_operator.rules.observed import CellSeen, Observed
 from gym_operator.rules.pod_state import pod_uid
 from gym_servers.coordination.record import Recovery, Restarted, Stage
@@ -99,6 +100,9 @@ def cell_status(before: CellStatus | None, cell: CellSeen, verdict: Verdict, see
         collection=cell_progress(before, cell, seen),
         last_checkpoint=seen.last_of.get(cell.index) or (before.last_checkpoint if before else None),
         recoveries=tuple(_recovery(each) for each in record.recoveries) if record else (),
+        continuation=continuation_of(
+            cell.continuation, before.continuation if before else None, record.attempt if record else 0
+        ),
         restarted=tuple(_restarted(each) for each in record.restarted) if record else (),
     )
 

@@ -9,6 +9,7 @@ from gym_operator.api.conditions import ConditionReason
 from gym_operator.api.stack import LastCheckpoint
 from gym_operator.rules.pod_state import PodState
 from gym_operator.rules.spec_check import Problem
+from gym_servers.coordination.continuation import Continuation
 from gym_servers.coordination.record import CellRecord
 from gym_servers.protocol.messages import Status
 from gym_servers.stack.spec import Participant
@@ -26,7 +27,7 @@ class Storage:
 @dataclass(frozen=True)
 class CellSeen:
     """One cell, as it was seen last. `waits` is what its controller waits for; `stopping`: the spec does not have it
-    any more."""
+    any more; `continuation` is what its controller knows of its last recovery."""
 
     index: int
     pods: Mapping[str, PodState] = field(default_factory=dict)
@@ -34,6 +35,7 @@ class CellSeen:
     record: CellRecord | None = None
     waits: str = ""
     stopping: bool = False
+    continuation: Continuation | None = None
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from gym_operator.api.conditions import Condition, ConditionReason, ConditionStatus, ConditionType
+from gym_operator.api.driver import RestoredCheckpoint
 from gym_operator.api.objects import clip
 from gym_operator.api.stack import CellStatus, CollectionProgress, StackPhase, StackStatus
 from gym_operator.rules import cell_status as cells
 from gym_operator.rules.cell_record import stopped_by
 from gym_operator.rules.cell_status import Verdict
 from gym_operator.rules.conditions import put
+from gym_operator.rules.continuations import restored_of
 from gym_operator.rules.observed import CellSeen, Observed
 from gym_servers.coordination.record import Recovery
 
@@ -41,6 +43,7 @@ def stack_status(before: StackStatus, seen: Observed, now: float) -> StackStatus
         attempt=max((cell.attempt for cell in parts.values()), default=0),
         stopped_by=_stopped_by(staying),
         last_checkpoint=seen.last_checkpoint or before.last_checkpoint,
+        restored=_restored(before, staying, parts),
         collection=_total([parts[cell.index].collection for cell in staying]),
         cells=tuple(parts[index] for index in sorted(parts)),
         conditions=_in_use(conditions, seen),
@@ -67,6 +70,22 @@ def warnings(seen: Observed) -> list[tuple[str, str]]:
     for cell in seen.cells:
         found += [(reason, f"{seen.name_of(cell)}{message}") for reason, message in cells.problems(cell, seen)]
     return found
+
+
+def _restored(
+    before: StackStatus, cells: Sequence[CellSeen], parts: Mapping[int, CellStatus]
+) -> RestoredCheckpoint | None:
+    """What came with the checkpoint of the last recovery that is done; as it was written, where an operator before
+    this one has seen it."""
+    done = [
+        (cell.record.recoveries[-1].started_at, cell.index, cell)
+        for cell in cells
+        if cell.record is not None and cell.record.recoveries and parts[cell.index].continuation is not None
+    ]
+    if not done:
+        return None
+    _, index, newest = max(done, key=lambda each: each[:2])
+    return restored_of(newest.continuation, before.restored, parts[index].continuation)
 
 
 def _stopped_by(cells: Sequence[CellSeen]) -> str | None:

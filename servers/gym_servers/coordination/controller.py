@@ -27,6 +27,7 @@ from gym_servers.coordination.checkpoint import (
     tombstone,
 )
 from gym_servers.coordination.client import ParticipantClient, Unreachable
+from gym_servers.coordination.continuation import Continuation, continuation
 from gym_servers.coordination.install import (
     InstallFailed,
     InstallRefused,
@@ -123,7 +124,8 @@ class View:
 
 
 class CellController:
-    """One cell. `open_store` opens a storage URI; `record` is what was persisted last, None for a new cell."""
+    """One cell. `open_store` opens a storage URI; `record` is what was persisted last, None for a new cell.
+    `continuation`: what the recovery that it put into service continues, None before there was one."""
 
     def __init__(
         self,
@@ -136,6 +138,7 @@ class CellController:
     ) -> None:
         self.record = record or CellRecord()
         self.settings = settings
+        self.continuation: Continuation | None = None
         self._host, self._open_store, self._http, self._wall = host, open_store, http, wall
         self._clients: list[ParticipantClient] = []
         self._install: asyncio.Task[None] | None = None
@@ -227,12 +230,24 @@ class CellController:
             )
             await open_all(clients, verb_id, record.attempt, grace, self._wall, sessions)
             await check_source(clients, verb_id, self._wall() + TEND_SECONDS)
+            self.continuation = continuation(publication, record.attempt)
             return
         if not restore:
             asked_until = self._wall() + TEND_SECONDS
             statuses = await asyncio.gather(*(client.status_by(asked_until) for client in clients))
             verb_id = next((s.checkpoint_id for s in statuses if s.checkpoint_id is not None), verb_id)
         await open_all(clients, verb_id, record.attempt, grace, self._wall, sessions)
+        self.continuation = await self._continued(record)
+
+    async def _continued(self, record: CellRecord) -> Continuation | None:
+        """What a cell continues that was started from the input, or restored by a coordinator before this one; it is
+        in service, whether storage still tells or not."""
+        if record.restore is None:
+            return continuation(None, record.attempt) if record.recoveries else None
+        with suppress(RecordsRefused, StorageError, ProtocolError):
+            publication = await asyncio.to_thread(self._publication, record.restore)
+            return continuation(publication, record.attempt)
+        return None
 
     def _publication(self, choice: Choice) -> Publication:
         """The chosen publication. Raises RecordsRefused where it is gone, or is another one by now."""

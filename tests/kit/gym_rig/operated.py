@@ -110,7 +110,7 @@ class OperatedRig:
                 index=index,
                 suffix=suffix,
                 cells_file=self._cells_file,
-                collection=self.spec["collection"],
+                collection=self.spec.get("collection"),
             )
             beside = self.cells.get(0)
             self.cells[index] = Rig(self.folder, settings, root, rate=self._rate, beside=beside, suffix=suffix)
@@ -301,8 +301,9 @@ class OperatedRig:
 
 
 def _spec(folder: Path, changes: Mapping[str, Any]) -> Body:
-    """The spec that the cell's settings were rendered from, as its stack would have it."""
-    return {
+    """The spec that the cell's settings were rendered from, as its stack would have it. A change to None leaves a
+    part out."""
+    spec = {
         "image": "rig:1",
         "servers": [
             {"name": "env", "kind": "environment", "server": "single-agent-turn"},
@@ -314,6 +315,7 @@ def _spec(folder: Path, changes: Mapping[str, Any]) -> Body:
         "checkpoints": {"storage": {"directory": str(folder / "checkpoints")}},
         **changes,
     }
+    return {name: value for name, value in spec.items() if value is not None}
 
 
 @asynccontextmanager
