@@ -23,6 +23,7 @@ from gym_servers.storage.store import ObjectMissing, StorageError
 
 Announce = Callable[[str, str, str], None]
 RECORD: Final = "cell.json"
+ADDRESSES: Final = "addresses.json"
 
 
 @dataclass
@@ -35,7 +36,8 @@ class _Child:
 
 class LocalHost:
     """The processes of one cell. `settings`: server name -> rendered settings; `folder`, which is this process's
-    alone, keeps settings, logs and the cell's record. `environment` carries the secrets."""
+    alone, keeps settings, logs and the cell's record, `<server>.pid` with the number of each process, and
+    `addresses.json` with where it takes calls. `environment` carries the secrets."""
 
     def __init__(
         self,
@@ -112,6 +114,9 @@ class LocalHost:
         old = self._children.get(name)
         if old is not None:
             old.log.close()
+        ports = {one: each["data_port"] for one, each in self._settings.items() if "data_port" in each}
+        addresses = {one: f"http://127.0.0.1:{port}" for one, port in ports.items()}
+        self._files.replace(ADDRESSES, json.dumps(addresses, indent=1).encode())
         path = self._folder / f"{name}.json"
         path.write_text(json.dumps(self._settings[name], indent=1))
         log = (self._folder / f"{name}.log").open("ab")
@@ -121,6 +126,7 @@ class LocalHost:
             log.close()
             raise
         self._children[name] = _Child(process, f"{process.pid}-{uuid.uuid4().hex[:8]}", log)
+        (self._folder / f"{name}.pid").write_text(str(process.pid))
 
     def _say_why(self, name: str, child: _Child) -> None:
         """Why a server ended by itself, in its own last words; once, or a server that cannot start would fill the

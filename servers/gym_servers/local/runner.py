@@ -123,6 +123,7 @@ async def up(stack: LocalStack, folder: Path, announce: Announce, every: float |
     A stack without a collection runs until it is cancelled.
     """
     async with running(stack, folder, announce) as runner:
+        announce("Normal", "Starting", f"{folder / 'addresses.json'} has the servers' addresses")
         finished = asyncio.Event()
 
         async def watch(view: View) -> None:
