@@ -114,6 +114,30 @@ class Faults(RuleBasedStateMachine):
 
     @precondition(lambda self: self.world.coordinated)
     @rule(
+        victims=st.sampled_from([(), ("agent",), SERVERS]),
+        between=MOMENTS,
+        asked=st.booleans(),
+        then=st.sampled_from([0.0, 0.3, 3.0, GRACE + 1.0]),
+    )
+    def stop(self, victims: tuple[str, ...], between: float, asked: bool, then: float) -> None:
+        """A checkpoint stops the cell; its processes may end, as they do then; perhaps it is asked to go on."""
+        self.world.until(self.world.in_service, 5.0)
+        taken = self.world.checkpoint(stop=True)
+        self.passes(between)
+        self.world.kill(*victims)
+        self.world.until(taken.done, 10.0)
+        self.passes(then)
+        if asked:
+            self.goes_on(0.3)
+
+    @precondition(lambda self: self.world.coordinated)
+    @rule(then=MOMENTS)
+    def goes_on(self, then: float) -> None:
+        self.world.release()
+        self.passes(then)
+
+    @precondition(lambda self: self.world.coordinated)
+    @rule(
         kinds=st.lists(st.sampled_from(["before", "after"]), max_size=3),
         spoiled=st.booleans(),
         saved=st.sampled_from([None, "before", "after"]),

@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -169,7 +169,7 @@ class World:
             if (owner := self._taking.get(task)) is None or not owner.alive.died.is_set() or task.done()
         ]
 
-    def checkpoint(self, prepare_timeout: float = 15.0) -> asyncio.Task[Any]:
+    def checkpoint(self, prepare_timeout: float = 15.0, *, stop: bool = False) -> asyncio.Task[Any]:
         self.taken += 1
         name = f"cp{self.taken}"
 
@@ -180,7 +180,9 @@ class World:
 
         async def take() -> Any:
             try:
-                return await coordinator.controller.take(f"{name}-id", name, tell, prepare_timeout=prepare_timeout)
+                return await coordinator.controller.take(
+                    f"{name}-id", name, tell, prepare_timeout=prepare_timeout, stop=stop
+                )
             except ConnectionError as failure:
                 return failure
             except CheckpointFailed as failure:
@@ -201,6 +203,21 @@ class World:
         closed = [one.settings.name for one in self.alive() if one.plane.gate.control.checkpoint_id == checkpoint_id]
         if closed and unharmed and failure.reason != "ParticipantDied" and not self._meddled:
             self.watch.broke(4, f"{checkpoint_id} failed ({failure}), and {closed} are left closed")
+
+    def release(self) -> None:
+        """A cell that a checkpoint has stopped is to go on."""
+        task = self.begin(self._release(), self.coordinator.alive)
+        self._taking[task] = self.coordinator
+
+    async def _release(self) -> None:
+        with suppress(ConnectionError):
+            await self.coordinator.controller.release()
+
+    def back(self) -> bool:
+        """In service; a cell that stands stopped is asked to go on."""
+        if (stopped := self.record.stopped) is not None and stopped.stays:
+            self.tasks.append(asyncio.ensure_future(self._release()))
+        return self.in_service()
 
     def in_service(self) -> bool:
         return self.coordinated and self.record.stage is Stage.RUNNING and not self.coordinator.controller.busy
@@ -301,7 +318,7 @@ class World:
             predecessor.kill()
         if not self.coordinated:
             self.take_over()
-        require(self.until(self.in_service, LONGEST_SECONDS), 4, f"the cell is not put into service: {self.story()}")
+        require(self.until(self.back, LONGEST_SECONDS), 4, f"the cell is not put into service: {self.story()}")
         continued = self._last_checkpoint() if crashes else set()
         for _ in range(crashes):
             attempt = self.record.attempt
