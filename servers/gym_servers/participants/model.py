@@ -218,13 +218,13 @@ class ModelParticipant(Participant):
     async def export(self, scope: Scope) -> dict[str, bytes]:
         cut = self._cutting.prefixes
         keys = {*self._ledgers, *self._prefixes, *cut}
-        records = {}
+        ledgers = {}
         for key in sorted(keys):
             if scope.covers(key):
-                ledger = await self._ledgers.ledger(key)
-                ledger.prefixes = [*self._prefixes.get(key, ()), *cut.get(key, ())]
-                records[key] = encode(key, ledger)
-        return records
+                ledgers[key] = await self._ledgers.ledger(key)
+                ledgers[key].prefixes = [*self._prefixes.get(key, ()), *cut.get(key, ())]
+        # Off the event loop, which serves the coordinator meanwhile; what a ledger holds is never changed.
+        return await asyncio.to_thread(lambda: {key: encode(key, ledger) for key, ledger in ledgers.items()})
 
     def read(self, records: Mapping[str, bytes], plan: RestorePlan) -> dict[str, Ledger]:
         staged = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -270,3 +271,9 @@ def test_a_config_for_vllm_is_checked_to_its_last_option(config: dict[str, Any],
     with pytest.raises(ValidationError) as refused:
         VllmConfig.model_validate({"base_url": "http://x", "model": "m", **config})
     assert says in describe(refused.value)
+
+
+def test_a_server_for_vllm_says_what_has_to_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(SettingsError, match=r"server policy: `config`: .* install gym-operator\[vllm\]"):
+        assemble(policy("vllm", {"base_url": "http://x", "model": "m"}), "secret")
