@@ -350,7 +350,8 @@ class World:
         """Everything that had something to wait for is done."""
         open_everywhere = all(one.plane.gate.is_open for one in self.alive())
         forgotten = not self.rig.participant("collection").to_forget()
-        return open_everywhere and forgotten and self.in_service() and all(task.done() for task in self._awaited())
+        settled = self.record.open is None and self.in_service()
+        return open_everywhere and forgotten and settled and all(task.done() for task in self._awaited())
 
     def _check_idle(self) -> None:
         """Invariant 4: nothing is parked, nobody waits."""
