@@ -17,6 +17,7 @@ import yaml
 
 from gym_operator.api import names
 from gym_operator.api.checkpoint import CheckpointSpec, CheckpointStatus
+from gym_operator.api.schedule import MAX_SCHEDULE_NAME, ScheduleSpec, ScheduleStatus
 from gym_operator.api.stack import StackStatus
 from gym_operator.structural import structural_schema
 from gym_servers.stack.spec import MAX_WORKLOAD_NAME, NAME_RULES, StackSpec
@@ -116,6 +117,26 @@ KINDS = (
             column("URI", ".status.uri", wide=True),
             _AGE,
         ),
+    ),
+    Kind(
+        kind=names.SCHEDULE_KIND,
+        plural=names.SCHEDULE_PLURAL,
+        short="gsched",
+        description="Takes checkpoints of a GymStack at its times: it creates a GymCheckpoint for each of them. "
+        "Deleting or editing it leaves those alone that it has created.",
+        spec=ScheduleSpec,
+        status=ScheduleStatus,
+        columns=(
+            column("Stack", ".spec.template.spec.stackRef.name"),
+            column("Times", ".status.timing", about="When checkpoints are taken."),
+            column("Phase", ".status.phase"),
+            column("Last", ".status.lastScheduleTime", "date", about="The newest time a checkpoint was made for."),
+            column("Next", ".status.nextScheduleTime", about="The next time."),
+            column("Checkpoint", ".status.lastCheckpoint", wide=True),
+            column("Skipped", ".status.lastSkipped.reason", about="Why a time was skipped last.", wide=True),
+            _AGE,
+        ),
+        longest_name=MAX_SCHEDULE_NAME,
     ),
 )
 

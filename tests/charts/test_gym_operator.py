@@ -80,7 +80,11 @@ def test_rights_are_the_least_that_work(render: Render) -> None:
     assert rights["/pods"] == {"list", "watch", "delete"}
     assert rights["/events"] == {"create"}
     assert {"create", "delete"}.isdisjoint(rights["gymops.dev/gymstacks"])
-    assert rights["gymops.dev/gymstacks/status"] == {"update"}
+    assert rights["gymops.dev/gymcheckpointschedules"] == {"get", "list", "watch"}
+    assert {"create"} <= rights["gymops.dev/gymcheckpoints"]
+    for kind in crds.KINDS:
+        assert rights[f"gymops.dev/{kind.plural}"] >= {"get", "list", "watch"}
+        assert rights[f"gymops.dev/{kind.plural}/status"] == {"update"}
     assert not [resource for resource, verbs in rights.items() if "patch" in verbs], "it replaces, on a version"
     assert rights["gymops.dev/gymstacks/finalizers"] == {"update"}
     assert all("*" not in resource and "*" not in verbs for resource, verbs in rights.items())
@@ -110,7 +114,9 @@ def test_users_rights_join_the_standard_roles(render: Render) -> None:
     view, edit = objects["ClusterRole", "rel-view"], objects["ClusterRole", "rel-edit"]
     assert view["metadata"]["labels"]["rbac.authorization.k8s.io/aggregate-to-view"] == "true"
     assert "rbac.authorization.k8s.io/aggregate-to-view" not in edit["metadata"]["labels"]
-    assert "create" in allowed(edit)["gymops.dev/gymcheckpoints"]
+    for kind in crds.KINDS:
+        assert allowed(view)[f"gymops.dev/{kind.plural}"] == {"get", "list", "watch"}
+        assert "create" in allowed(edit)[f"gymops.dev/{kind.plural}"]
 
 
 def test_crds_can_be_left_out_and_are_kept_unless_told_otherwise(render: Render) -> None:

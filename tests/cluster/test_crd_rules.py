@@ -15,6 +15,7 @@ import yaml
 from gym_kit import tools
 from gym_kit.cluster.local.api_only import api_server_only
 from gym_kit.progress import Progress
+from gym_operator.api.names import INSTANCE_LABEL as INSTANCE
 from gym_operator.api.stack import GymStack
 from gym_operator.rules.workloads import StackContext, build_children, build_control_secret
 
@@ -43,6 +44,14 @@ CHECKPOINT: dict[str, Any] = {
     "kind": "GymCheckpoint",
     "metadata": {"name": "first", "namespace": "default"},
     "spec": {"stackRef": {"name": "demo"}, "labels": {"step": "7"}},
+}
+
+
+SCHEDULE: dict[str, Any] = {
+    "apiVersion": "gymops.dev/v1alpha1",
+    "kind": "GymCheckpointSchedule",
+    "metadata": {"name": "often", "namespace": "default"},
+    "spec": {"every": "2m", "template": {"spec": {"stackRef": {"name": "demo"}}}},
 }
 
 
@@ -190,6 +199,49 @@ def test_a_checkpoint_s_scope_and_driver_state(kubectl: Kubectl, change: dict[st
     assert says in done.stderr
 
 
+def test_a_schedule_gets_its_defaults(kubectl: Kubectl) -> None:
+    done = create(kubectl, SCHEDULE)
+    assert done.returncode == 0, done.stderr
+    schedule = json.loads(done.stdout)
+    assert schedule["status"] == {"observedGeneration": -1}
+    assert (schedule["spec"]["suspend"], schedule["spec"]["concurrencyPolicy"]) == (False, "Forbid")
+    cron = {**SCHEDULE, "spec": {**SCHEDULE["spec"], "schedule": "0 3 * * *", "timeZone": "Europe/Berlin"}}
+    del cron["spec"]["every"]
+    assert create(kubectl, cron).returncode == 0
+
+
+def test_a_schedule_can_be_changed(kubectl: Kubectl) -> None:
+    assert kubectl("apply", "--filename=-", given=SCHEDULE).returncode == 0
+    template = {"spec": {"stackRef": {"name": "other"}}}
+    changed = {**SCHEDULE, "spec": {"schedule": "* * * * *", "suspend": True, "template": template}}
+    done = kubectl("apply", "--filename=-", given=changed)
+    assert done.returncode == 0, done.stderr
+
+
+OTHER_REFUSALS: list[tuple[dict[str, Any], Change, str]] = [
+    (SCHEDULE, lambda b: b["spec"].pop("every"), "exactly one of schedule"),
+    (SCHEDULE, lambda b: b["spec"].update(schedule="* * * * *"), "exactly one of schedule"),
+    (SCHEDULE, lambda b: b["spec"].update(timeZone="UTC"), "timeZone belongs to schedule"),
+    (SCHEDULE, lambda b: b["spec"].update(every="9s"), "every is at least 10s"),
+    (SCHEDULE, lambda b: b["spec"].update(every="2"), "a whole number and a unit"),
+    (SCHEDULE, lambda b: (b["spec"].pop("every"), b["spec"].update(schedule="@hourly")), "write five fields"),
+    (SCHEDULE, lambda b: b["spec"].update(concurrencyPolicy="Allow"), "Unsupported value"),
+    (SCHEDULE, lambda b: b["spec"]["template"].update(metadata={"labels": {INSTANCE: "x"}}), f"leave {INSTANCE} out"),
+    (SCHEDULE, lambda b: b["metadata"].update(name="a" * 64), "may not be more than 63"),
+]
+
+
+@pytest.mark.parametrize(("whole", "change", "says"), OTHER_REFUSALS, ids=[says for _, _, says in OTHER_REFUSALS])
+def test_refusals_of_the_other_kinds_say_what_to_write(
+    kubectl: Kubectl, whole: dict[str, Any], change: Change, says: str
+) -> None:
+    body = copy.deepcopy(whole)
+    change(body)
+    done = create(kubectl, body)
+    assert done.returncode != 0
+    assert says in done.stderr
+
+
 def wished(name: str, **spec: Any) -> dict[str, Any]:
     """A checkpoint with more to it."""
     metadata = {**CHECKPOINT["metadata"], "name": name}
@@ -209,11 +261,11 @@ def test_what_a_checkpoint_asks_for_is_kept_and_never_changes_either(kubectl: Ku
         assert "create another GymCheckpoint instead" in done.stderr
 
 
-def test_both_kinds_are_in_the_category_and_have_short_names(kubectl: Kubectl) -> None:
+def test_all_kinds_are_in_the_category_and_have_short_names(kubectl: Kubectl) -> None:
     assert kubectl("apply", "--filename=-", given=STACK).returncode == 0
     everything = kubectl("get", "gym").stdout
     assert "gymstack.gymops.dev/demo" in everything
-    for short in ("gstack", "gckpt"):
+    for short in ("gstack", "gckpt", "gsched"):
         assert kubectl("get", short).stdout.splitlines()[0].split()[0] == "NAME"
 
 

@@ -54,8 +54,15 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 - apiGroups: [gymops.dev]
   resources: [gymstacks, gymcheckpoints]
   verbs: [get, list, watch]
+# A schedule makes checkpoints.
 - apiGroups: [gymops.dev]
-  resources: [gymstacks/status, gymcheckpoints/status]
+  resources: [gymcheckpoints]
+  verbs: [create]
+- apiGroups: [gymops.dev]
+  resources: [gymcheckpointschedules]
+  verbs: [get, list, watch]
+- apiGroups: [gymops.dev]
+  resources: [gymstacks/status, gymcheckpoints/status, gymcheckpointschedules/status]
   verbs: [update]
 # Children block the deletion of their stack, which takes the right to change the stack's finalizers.
 - apiGroups: [gymops.dev]

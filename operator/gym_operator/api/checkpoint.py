@@ -65,12 +65,8 @@ class CheckpointTimeouts(WireModel):
     """How long the servers have to write their records, such as 2m."""
 
 
-class CheckpointSpec(WireModel):
-    """What is to be checkpointed. It never changes."""
-
-    model_config = with_rules(
-        rule("self == oldSelf", "a checkpoint's spec never changes: create another GymCheckpoint instead")
-    )
+class CheckpointRequest(WireModel):
+    """What is to be checkpointed: the part of a spec that a schedule's template has too."""
 
     stack_ref: StackRef
     """The stack."""
@@ -94,6 +90,14 @@ class CheckpointSpec(WireModel):
     stop_after: bool = False
     """Stops the stack once the checkpoint is published, as spec.suspend does. To go on from it, set the stack's
     spec.suspend to true and, once its phase is Suspended, to false again."""
+
+
+class CheckpointSpec(CheckpointRequest):
+    """What is to be checkpointed. It never changes."""
+
+    model_config = with_rules(
+        rule("self == oldSelf", "a checkpoint's spec never changes: create another GymCheckpoint instead")
+    )
 
 
 class CheckpointParticipant(StatusModel):

@@ -1,7 +1,7 @@
 """Conditions: what holds of an object now, for people, `kubectl wait` and GitOps tools.
 
-`Ready` speaks for the long-lived stack, `Succeeded` for the one-time checkpoint. `Stalled` is set when an
-object will not get further by itself: without it, tools wait for a failed object for ever.
+`Ready` speaks for the long-lived stack and schedule, `Succeeded` for the one-time checkpoint. `Stalled` is set when
+an object will not get further by itself: without it, tools wait for a failed object for ever.
 """
 
 from __future__ import annotations
@@ -79,6 +79,10 @@ class ConditionReason(StrEnum):
     PUBLISH_FAILED = "PublishFailed"
     PARTICIPANT_REFUSED = "ParticipantRefused"
     ABANDONED = "Abandoned"
+    # A schedule
+    SCHEDULED = "Scheduled"
+    OVERLAP = "Overlap"
+    TOO_LATE = "TooLate"
 
 
 class Condition(StatusModel):

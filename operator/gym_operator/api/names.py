@@ -5,6 +5,7 @@ Children's names are built here and nowhere else: a selector, an address and a m
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 from gym_servers.stack.settings import CONTROL_PORT as CONTROL_PORT
@@ -19,6 +20,8 @@ STACK_KIND: Final = "GymStack"
 STACK_PLURAL: Final = "gymstacks"
 CHECKPOINT_KIND: Final = "GymCheckpoint"
 CHECKPOINT_PLURAL: Final = "gymcheckpoints"
+SCHEDULE_KIND: Final = "GymCheckpointSchedule"
+SCHEDULE_PLURAL: Final = "gymcheckpointschedules"
 
 STACK_LABEL: Final = f"{GROUP}/stack"
 STACK_UID_LABEL: Final = f"{GROUP}/stack-uid"
@@ -39,6 +42,12 @@ APPLIED_DIGEST: Final = f"{GROUP}/applied-digest"
 """Annotation: digest of the manifest that the operator applied last."""
 CONFIG_DIGEST: Final = f"{GROUP}/config-digest"
 """Annotation of a pod: digest of the settings it was started with."""
+
+SCHEDULE_LABEL: Final = f"{GROUP}/schedule"
+SCHEDULE_UID_LABEL: Final = f"{GROUP}/schedule-uid"
+"""On what a schedule has made. The UID is what counts: another schedule may have the same name later."""
+SCHEDULED_AT: Final = f"{GROUP}/scheduled-at"
+"""Annotation of a GymCheckpoint that a schedule has made: the time it is for."""
 
 FINALIZER: Final = f"{GROUP}/finalizer"
 
@@ -83,3 +92,8 @@ def control_secret(stack: str) -> str:
 def network_policy(stack: str) -> str:
     """The NetworkPolicy of the stack's pods."""
     return f"{stack}-servers"
+
+
+def scheduled_checkpoint(schedule: str, time: str) -> str:
+    """The GymCheckpoint of one scheduled time; `time` as the API writes it. One time, one name: it is taken once."""
+    return f"{schedule}-{re.sub('[^0-9]', '', time)}"

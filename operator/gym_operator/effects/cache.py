@@ -38,12 +38,36 @@ def stack_of(checkpoint: Mapping[str, Any]) -> Key:
     return Key(checkpoint["metadata"]["namespace"], str(reference.get("name") or ""))
 
 
+class Objects:
+    """Objects of one kind as they were told last; what is older than what is known changes nothing."""
+
+    def __init__(self) -> None:
+        self._bodies: dict[Key, Mapping[str, Any]] = {}
+
+    def put(self, body: Mapping[str, Any]) -> None:
+        known = self._bodies.get(key_of(body))
+        if known is None or version_of(body) >= version_of(known):
+            self._bodies[key_of(body)] = body
+
+    def drop(self, key: Key, uid: str) -> None:
+        known = self._bodies.get(key)
+        if known is not None and known["metadata"]["uid"] == uid:
+            del self._bodies[key]
+
+    def get(self, key: Key) -> Mapping[str, Any] | None:
+        return self._bodies.get(key)
+
+    def values(self) -> list[Mapping[str, Any]]:
+        return list(self._bodies.values())
+
+
 class Cache:
     """The objects by key. `transport` learns which addresses answer."""
 
     def __init__(self, transport: PodTransport) -> None:
         self.stacks: dict[Key, Mapping[str, Any]] = {}
         self.checkpoints: dict[Key, Mapping[str, Any]] = {}
+        self.schedules = Objects()
         self._finished: dict[str, None] = {}
         self._pods: dict[str, dict[str, PodState]] = {}
         self._transport = transport

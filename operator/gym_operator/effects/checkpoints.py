@@ -343,7 +343,7 @@ def _waiting(part: Part, reason: ConditionReason, message: str) -> parts.Change:
 
 
 def writer_for(kube: Kube, body: Mapping[str, Any]) -> CheckpointWriter:
-    return CheckpointWriter(kube, body, CheckpointStatus.model_validate(body.get("status") or {}))
+    return CheckpointWriter(kube, body)
 
 
 def pins(

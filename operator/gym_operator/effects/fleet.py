@@ -15,7 +15,8 @@ from gym_operator.api import names
 from gym_operator.effects.cache import Key, key_of, stack_of, version_of
 from gym_operator.effects.checkpoints import writer_for
 from gym_operator.effects.events import Subject
-from gym_operator.effects.kube import CHECKPOINTS, PODS, STACKS, KubeError, Listing, NotFound, Resource
+from gym_operator.effects.kube import CHECKPOINTS, PODS, SCHEDULES, STACKS, KubeError, Listing, NotFound, Resource
+from gym_operator.effects.schedules import Schedules
 from gym_operator.effects.services import Services
 from gym_operator.effects.status_writers import Gone, Superseded
 from gym_operator.effects.worker import StackWorker
@@ -25,10 +26,11 @@ from gym_operator.rules.watch_health import Watches
 log = logging.getLogger(__name__)
 
 ORPHANS_SECONDS: Final = 2.0
+SCHEDULES_SECONDS: Final = 1.0
 RESYNC_SECONDS: Final = 30.0
 STUCK_SECONDS: Final = 600.0
 """A pass may wait for a storage that does not answer, but not so long."""
-WATCHED: Final[Mapping[Resource, str]] = {STACKS: "", CHECKPOINTS: "", PODS: names.STACK_LABEL}
+WATCHED: Final[Mapping[Resource, str]] = {STACKS: "", CHECKPOINTS: "", SCHEDULES: "", PODS: names.STACK_LABEL}
 
 
 class Fleet:
@@ -41,6 +43,7 @@ class Fleet:
         self._ending: set[asyncio.Task[None]] = set()
         self._closed = False
         self._watches = Watches()
+        self._schedules = Schedules(services.kube, services.cache, services.events, services.wall)
 
     # ---- what the watches tell ----------------------------------------------------------------------------
 
@@ -60,6 +63,13 @@ class Fleet:
         else:
             self._cache.put_checkpoint(body)
         self._wake(stack_of(body))
+
+    def schedule_event(self, deleted: bool, body: Mapping[str, Any]) -> None:
+        self._seen(SCHEDULES, body)
+        if deleted:
+            self._cache.schedules.drop(key_of(body), body["metadata"]["uid"])
+        else:
+            self._cache.schedules.put(body)
 
     def pod_event(self, deleted: bool, body: Mapping[str, Any]) -> None:
         self._seen(PODS, body)
@@ -134,6 +144,7 @@ class Fleet:
         await asyncio.gather(
             self._s.events.run(),
             self._again(ORPHANS_SECONDS, self._see_to_orphans),
+            self._again(SCHEDULES_SECONDS, self._schedules.step),
             self._again(RESYNC_SECONDS, self._resync),
         )
 
@@ -211,6 +222,12 @@ class Fleet:
                         self._cache.drop_stack(key, known["metadata"]["uid"])
                 for key in {*self._cache.stacks, *self._workers}:
                     self._see_to(key)
+            case r if r == SCHEDULES:
+                for body in listing.items:
+                    self._cache.schedules.put(body)
+                for known in self._cache.schedules.values():
+                    if vanished(version_of(known), known["metadata"]["uid"], known["metadata"]["namespace"]):
+                        self._cache.schedules.drop(key_of(known), known["metadata"]["uid"])
             case _:
                 for body in listing.items:
                     self._cache.put_checkpoint(body)

@@ -1,4 +1,4 @@
-"""Writing status: of a stack, which holds the records of its cells, and of a checkpoint.
+"""Writing status: of a stack, which holds the records of its cells, and of the other kinds.
 
 One writer per object, which remembers what it wrote last. Every write replaces the status on a resource version, so a
 second operator is noticed: its write makes ours conflict, and what it wrote is not what we remember.
@@ -11,14 +11,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 from gym_operator.api import names
 from gym_operator.api.checkpoint import CheckpointStatus
+from gym_operator.api.objects import StatusModel
+from gym_operator.api.schedule import ScheduleStatus
 from gym_operator.api.stack import CellStatus, StackStatus
-from gym_operator.effects.kube import CHECKPOINTS, STACKS, Body, Conflict, Kube, KubeError, NotFound, Resource
+from gym_operator.effects.kube import (
+    CHECKPOINTS,
+    SCHEDULES,
+    STACKS,
+    Body,
+    Conflict,
+    Kube,
+    KubeError,
+    NotFound,
+    Resource,
+)
 from gym_operator.rules.cell_record import from_document, to_document
 from gym_servers.coordination.record import CellRecord
+
+StatusT = TypeVar("StatusT", bound=StatusModel)
 
 TRIES: Final = 5
 """Writes of others (annotations, the spec) cause conflicts that mean nothing; more in a row are not credible."""
@@ -154,19 +168,23 @@ class StackWriter:
         return status.model_copy(update={"cells": tuple(cells[i] for i in sorted(cells)), "attempt": attempt})
 
 
-class CheckpointWriter:
-    """The status of one GymCheckpoint. `status` is what was written or read last."""
+class ObjectWriter(Generic[StatusT]):
+    """The status of one object of a kind of ours. `status` is what was written or read last."""
 
-    def __init__(self, kube: Kube, body: Mapping[str, Any], status: CheckpointStatus) -> None:
+    resource: Resource
+    kind: str
+    model: type[StatusT]
+
+    def __init__(self, kube: Kube, body: Mapping[str, Any]) -> None:
         metadata = body["metadata"]
         self._kube, self._version = kube, str(metadata["resourceVersion"])
         self.namespace, self.name, self.uid = metadata["namespace"], metadata["name"], metadata["uid"]
         self.generation = int(metadata.get("generation") or 0)
-        self.status = status
-        self._unanswered: CheckpointStatus | None = None
+        self.status = self.model.model_validate(body.get("status") or {})
+        self._unanswered: StatusT | None = None
         self._writing = asyncio.Lock()
 
-    async def write(self, change: Callable[[CheckpointStatus], CheckpointStatus]) -> None:
+    async def write(self, change: Callable[[StatusT], StatusT]) -> None:
         """Write what `change` makes of the status as it stands, if that differs: several cells have their part in
         it. Raises Gone, Superseded, KubeError.
 
@@ -176,23 +194,29 @@ class CheckpointWriter:
         writing.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be left to see it
         await asyncio.shield(writing)
 
-    async def _write(self, change: Callable[[CheckpointStatus], CheckpointStatus]) -> None:
+    async def put(self, status: StatusT) -> None:
+        """Write this status if it differs, whatever stands. Raises Gone, Superseded, KubeError."""
+        await self.write(lambda _: status)
+
+    async def _write(self, change: Callable[[StatusT], StatusT]) -> None:
         async with self._writing:
             for _ in range(TRIES):
                 status = change(self.status)
                 if status == self.status:
                     return
                 document = status.document()
-                body = _body(names.CHECKPOINT_KIND, self.namespace, self.name, self.uid, self._version, document)
+                body = _body(self.kind, self.namespace, self.name, self.uid, self._version, document)
                 try:
-                    written = await self._kube.replace_status(CHECKPOINTS, self.namespace, body)
+                    written = await self._kube.replace_status(self.resource, self.namespace, body)
                 except NotFound as error:
                     raise Gone(str(error)) from error
                 except Conflict:
-                    current = await _current(self._kube, CHECKPOINTS, self.namespace, self.name, self.uid)
-                    theirs = CheckpointStatus.model_validate(current.get("status") or {})
+                    current = await _current(self._kube, self.resource, self.namespace, self.name, self.uid)
+                    theirs = self.model.model_validate(current.get("status") or {})
                     if theirs not in (self.status, self._unanswered, status):
-                        raise Superseded("another operator has written the status of this checkpoint") from None
+                        raise Superseded(
+                            f"another operator has written the status of {self.kind} {self.name}"
+                        ) from None
                     # What we did not hear of may be our own: then nothing is left to change.
                     self.status, self._version = theirs, current["metadata"]["resourceVersion"]
                     continue
@@ -202,8 +226,20 @@ class CheckpointWriter:
                 self.status, self._version = status, written["metadata"]["resourceVersion"]
                 return
             raise KubeError(
-                409, f"the status of checkpoint {self.name} could not be written: it changes all the time"
+                409, f"the status of {self.kind} {self.name} could not be written: it changes all the time"
             )
+
+
+class CheckpointWriter(ObjectWriter[CheckpointStatus]):
+    """The status of one GymCheckpoint."""
+
+    resource, kind, model = CHECKPOINTS, names.CHECKPOINT_KIND, CheckpointStatus
+
+
+class ScheduleWriter(ObjectWriter[ScheduleStatus]):
+    """The status of one GymCheckpointSchedule."""
+
+    resource, kind, model = SCHEDULES, names.SCHEDULE_KIND, ScheduleStatus
 
 
 def _body(kind: str, namespace: str, name: str, uid: str, version: str, status: Body) -> Body:

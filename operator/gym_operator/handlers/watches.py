@@ -43,6 +43,10 @@ def registry(
     async def checkpoint(event: kopf.RawEvent, **_: Any) -> None:
         fleet.checkpoint_event(event["type"] == "DELETED", event["object"])
 
+    @kopf.on.event(names.GROUP, names.VERSION, names.SCHEDULE_PLURAL, registry=handlers)
+    async def schedule(event: kopf.RawEvent, **_: Any) -> None:
+        fleet.schedule_event(event["type"] == "DELETED", event["object"])
+
     @kopf.on.event("", "v1", "pods", labels={names.STACK_LABEL: kopf.PRESENT}, registry=handlers)
     async def pod(event: kopf.RawEvent, **_: Any) -> None:
         fleet.pod_event(event["type"] == "DELETED", event["object"])

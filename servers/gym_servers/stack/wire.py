@@ -85,7 +85,8 @@ class Checked:
     def __get_pydantic_json_schema__(
         self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        return {**handler(schema), RULES: list(self.rules)}
+        inner = handler(schema)
+        return {**inner, RULES: [*inner.get(RULES, ()), *self.rules]}
 
     def _checked(self, text: str) -> str:
         try:

@@ -175,7 +175,7 @@ async def test_a_stack_made_again_is_not_ours(kube: FakeKube) -> None:
 
 async def test_a_checkpoint_is_written_by_one_only(kube: FakeKube) -> None:
     body = kube.put(CHECKPOINTS, NS, {"metadata": {"name": "one"}, "spec": {}})
-    ours, theirs = (CheckpointWriter(kube, body, CheckpointStatus()) for _ in range(2))
+    ours, theirs = (CheckpointWriter(kube, body) for _ in range(2))
     await theirs.write(lambda _: CheckpointStatus(phase="Preparing"))
     with pytest.raises(Superseded):
         await ours.write(lambda _: CheckpointStatus(phase="Failed"))
@@ -187,7 +187,7 @@ async def test_a_checkpoint_is_written_by_one_only(kube: FakeKube) -> None:
 
 async def test_two_cells_write_their_parts_at_the_same_time_and_none_is_lost(kube: FakeKube) -> None:
     body = kube.put(CHECKPOINTS, NS, {"metadata": {"name": "one"}, "spec": {}})
-    writer = CheckpointWriter(kube, body, CheckpointStatus())
+    writer = CheckpointWriter(kube, body)
     answered = kube.replace_status
 
     async def slow(*arguments: Any) -> Any:

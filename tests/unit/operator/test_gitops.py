@@ -13,8 +13,10 @@ import yaml
 from gym_operator import crds
 from gym_operator.api.checkpoint import CheckpointStatus
 from gym_operator.api.conditions import ConditionReason
+from gym_operator.api.schedule import ScheduleStatus
 from gym_operator.api.stack import StackStatus
 from gym_operator.rules import checkpoint_phases
+from gym_operator.rules import schedules as schedule_rules
 from gym_operator.rules.observed import CellSeen, Observed, Storage
 from gym_operator.rules.spec_check import Problem
 from gym_operator.rules.stack_status import stack_status
@@ -100,20 +102,22 @@ CHECKPOINTS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
 }
 
 
-def schedule(ready: str, stalled: str) -> dict[str, Any]:
-    conditions = [
-        {"type": kind, "status": value, "reason": "Any", "message": "why"}
-        for kind, value in (("Ready", ready), ("Stalled", stalled))
-    ]
-    return {"observedGeneration": GENERATION, "conditions": conditions}
+def schedule(skipped: ConditionReason | None = None, *, suspended: bool = False) -> dict[str, Any]:
+    status = ScheduleStatus()
+    if skipped is not None:
+        status = schedule_rules.skipped(status, schedule_rules.Skip(NOW, skipped, "why"))
+    return schedule_rules.told(status, GENERATION, NOW, suspended, NOW).document()
 
+
+UNUSABLE = schedule_rules.refused(ScheduleStatus(), "there is no such time zone", GENERATION, NOW).document()
 
 SCHEDULES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "nobody has looked": (FRESH, {}, "Progressing", "InProgress"),
-    "it keeps its times": (schedule("True", "False"), {}, "Healthy", "Current"),
-    "it is suspended": (schedule("True", "False"), {"spec": {"suspend": True}}, "Suspended", "Current"),
-    "its spec is wrong": (schedule("False", "True"), {}, "Degraded", "Failed"),
-    "a name is taken": (schedule("False", "False"), {}, "Degraded", "InProgress"),
+    "it keeps its times": (schedule(), {}, "Healthy", "Current"),
+    "one would have overlapped": (schedule(ConditionReason.OVERLAP), {}, "Healthy", "Current"),
+    "it is suspended": (schedule(suspended=True), {"spec": {"suspend": True}}, "Suspended", "Current"),
+    "its spec is wrong": (UNUSABLE, {}, "Degraded", "Failed"),
+    "a name is taken": (schedule(ConditionReason.NAME_CONFLICT), {}, "Degraded", "InProgress"),
 }
 
 
