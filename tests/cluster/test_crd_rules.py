@@ -171,14 +171,23 @@ def test_refusals_say_what_to_write(kubectl: Kubectl, change: Change, says: str)
     assert says in done.stderr
 
 
-def test_a_checkpoint_s_spec_never_changes(kubectl: Kubectl) -> None:
+def test_a_checkpoint_s_spec_never_changes_but_for_how_it_is_kept(kubectl: Kubectl) -> None:
     assert kubectl("apply", "--filename=-", given=CHECKPOINT).returncode == 0
-    changed = {**CHECKPOINT, "spec": {**CHECKPOINT["spec"], "labels": {"step": "8"}}}
-    done = kubectl("apply", "--filename=-", given=changed)
-    assert done.returncode != 0
-    assert "create another GymCheckpoint instead" in done.stderr
+    for change in (
+        {"labels": {"step": "8"}},
+        {"stackRef": {"name": "other"}},
+        {"timeouts": {"prepare": "1m"}},
+        {"labels": None},
+    ):
+        spec = {key: value for key, value in {**CHECKPOINT["spec"], **change}.items() if value is not None}
+        done = kubectl("apply", "--filename=-", given={**CHECKPOINT, "spec": spec})
+        assert done.returncode != 0, change
+        assert "create another GymCheckpoint instead" in done.stderr
     labelled = {**CHECKPOINT, "metadata": {**CHECKPOINT["metadata"], "labels": {"team": "a"}}}
     assert kubectl("apply", "--filename=-", given=labelled).returncode == 0
+    for kept in ({"ttl": "7d"}, {"ttl": "1h"}, {}):
+        done = kubectl("apply", "--filename=-", given={**CHECKPOINT, "spec": {**CHECKPOINT["spec"], **kept}})
+        assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -204,6 +213,7 @@ def test_a_schedule_gets_its_defaults(kubectl: Kubectl) -> None:
     assert done.returncode == 0, done.stderr
     schedule = json.loads(done.stdout)
     assert schedule["status"] == {"observedGeneration": -1}
+    assert schedule["spec"]["keep"] == {"last": 10, "failed": 3}
     assert (schedule["spec"]["suspend"], schedule["spec"]["concurrencyPolicy"]) == (False, "Forbid")
     cron = {**SCHEDULE, "spec": {**SCHEDULE["spec"], "schedule": "0 3 * * *", "timeZone": "Europe/Berlin"}}
     del cron["spec"]["every"]
@@ -212,13 +222,14 @@ def test_a_schedule_gets_its_defaults(kubectl: Kubectl) -> None:
 
 def test_a_schedule_can_be_changed(kubectl: Kubectl) -> None:
     assert kubectl("apply", "--filename=-", given=SCHEDULE).returncode == 0
-    template = {"spec": {"stackRef": {"name": "other"}}}
+    template = {"spec": {"stackRef": {"name": "other"}, "ttl": "1d"}}
     changed = {**SCHEDULE, "spec": {"schedule": "* * * * *", "suspend": True, "template": template}}
     done = kubectl("apply", "--filename=-", given=changed)
     assert done.returncode == 0, done.stderr
 
 
 OTHER_REFUSALS: list[tuple[dict[str, Any], Change, str]] = [
+    (CHECKPOINT, lambda b: b["spec"].update(ttl="1 week"), "a unit: 90m, 12h or 7d"),
     (SCHEDULE, lambda b: b["spec"].pop("every"), "exactly one of schedule"),
     (SCHEDULE, lambda b: b["spec"].update(schedule="* * * * *"), "exactly one of schedule"),
     (SCHEDULE, lambda b: b["spec"].update(timeZone="UTC"), "timeZone belongs to schedule"),
@@ -226,6 +237,7 @@ OTHER_REFUSALS: list[tuple[dict[str, Any], Change, str]] = [
     (SCHEDULE, lambda b: b["spec"].update(every="2"), "a whole number and a unit"),
     (SCHEDULE, lambda b: (b["spec"].pop("every"), b["spec"].update(schedule="@hourly")), "write five fields"),
     (SCHEDULE, lambda b: b["spec"].update(concurrencyPolicy="Allow"), "Unsupported value"),
+    (SCHEDULE, lambda b: b["spec"].update(keep={"last": 0}), "greater than or equal to 1"),
     (SCHEDULE, lambda b: b["spec"]["template"].update(metadata={"labels": {INSTANCE: "x"}}), f"leave {INSTANCE} out"),
     (SCHEDULE, lambda b: b["metadata"].update(name="a" * 64), "may not be more than 63"),
 ]

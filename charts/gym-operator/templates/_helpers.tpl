@@ -54,10 +54,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 - apiGroups: [gymops.dev]
   resources: [gymstacks, gymcheckpoints]
   verbs: [get, list, watch]
-# A schedule makes checkpoints.
+# A schedule makes checkpoints and lets go of old ones; others have a ttl.
 - apiGroups: [gymops.dev]
   resources: [gymcheckpoints]
-  verbs: [create]
+  verbs: [create, delete]
 - apiGroups: [gymops.dev]
   resources: [gymcheckpointschedules]
   verbs: [get, list, watch]

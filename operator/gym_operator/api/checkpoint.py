@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, StringConstraints, ValidationError
+from pydantic import ConfigDict, Field, StringConstraints, ValidationError
 
 from gym_operator.api.conditions import Condition
 from gym_operator.api.driver import DriverState
@@ -22,12 +22,23 @@ from gym_operator.api.objects import (
     Uri,
 )
 from gym_operator.api.stack import MAX_PARTICIPANTS, ProtocolPhase, SessionText
-from gym_servers.stack.durations import Duration
+from gym_servers.stack.durations import Age, Duration
 from gym_servers.stack.settings import ParticipantKind, describe
 from gym_servers.stack.spec import MAX_CELLS, MAX_WORKLOAD_NAME, SpecError
-from gym_servers.stack.wire import LABEL_HINT, LABEL_PATTERN, WireModel, list_map, matches, rule, with_rules
+from gym_servers.stack.wire import (
+    FREE_OBJECT,
+    LABEL_HINT,
+    LABEL_PATTERN,
+    RULES,
+    WireModel,
+    list_map,
+    matches,
+    rule,
+)
 
 CheckpointPhase = Literal["Pending", "Preparing", "Committing", "Publishing", "Succeeded", "Failed", "Deleting"]
+MUTABLE: Final = ("ttl",)
+"""Fields of a spec that say how a checkpoint is kept, and may be changed when it is done."""
 TERMINAL: Final[frozenset[CheckpointPhase]] = frozenset({"Succeeded", "Failed"})
 """Phases that are final: a checkpoint in one of them never changes again, except to be deleted."""
 MAX_BLOCKERS: Final = 100
@@ -90,14 +101,28 @@ class CheckpointRequest(WireModel):
     stop_after: bool = False
     """Stops the stack once the checkpoint is published, as spec.suspend does. To go on from it, set the stack's
     spec.suspend to true and, once its phase is Suspended, to false again."""
+    ttl: Age | None = None
+    """How long this object is kept after its end, such as 7d; for ever, if not given. The newest good checkpoint of a
+    stack, and one that is being restored, stay all the same. It can be changed at any time."""
+
+
+def _rules(schema: dict[str, Any]) -> None:
+    """Nothing of a spec may change but what says how it is kept: a rule over all other fields there are."""
+    fields = [name for name in schema["properties"] if name not in MUTABLE]
+    same = (f"has(self.{f}) == has(oldSelf.{f}) && (!has(self.{f}) || self.{f} == oldSelf.{f})" for f in fields)
+    schema[RULES] = [
+        rule(
+            " && ".join(f"({each})" for each in same),
+            f"a checkpoint's spec never changes, except {' and '.join(MUTABLE)}: "
+            "create another GymCheckpoint instead",
+        )
+    ]
 
 
 class CheckpointSpec(CheckpointRequest):
-    """What is to be checkpointed. It never changes."""
+    """What is to be checkpointed. It never changes, except for how it is kept."""
 
-    model_config = with_rules(
-        rule("self == oldSelf", "a checkpoint's spec never changes: create another GymCheckpoint instead")
-    )
+    model_config = ConfigDict(json_schema_extra=_rules)
 
 
 class CheckpointParticipant(StatusModel):
@@ -180,6 +205,10 @@ class CheckpointStatus(StatusModel):
     """Why it is in this phase, for people."""
     checkpoint_id: Name | None = Field(None, alias="checkpointID")
     """Id of the checkpoint, as participants and storage know it."""
+    stack_uid: Annotated[str, StringConstraints(max_length=64)] | None = Field(None, alias="stackUID")
+    """UID of the stack it is of: a stack deleted and made again has another."""
+    storage: Annotated[dict[str, Any] | None, Field(max_length=16, json_schema_extra=FREE_OBJECT)] = None
+    """How it is reached, as its stack's spec said in checkpoints.storage: it may outlive the stack."""
     uri: Uri | None = None
     """Where it is; of a stack with several cells, each cell's part has its own place."""
     digest: Digest | None = None

@@ -13,7 +13,7 @@ from gym_operator.api.conditions import Condition
 from gym_operator.api.cron import CronText, ZoneText
 from gym_operator.api.names import INSTANCE_LABEL
 from gym_operator.api.objects import Name, ObjectMeta, Reason, StatusModel, Timestamp
-from gym_servers.stack.durations import Duration, parse_duration
+from gym_servers.stack.durations import Age, Duration, parse_duration
 from gym_servers.stack.settings import describe
 from gym_servers.stack.spec import SpecError
 from gym_servers.stack.wire import Checked, WireModel, list_map, rule, with_rules
@@ -72,6 +72,18 @@ class CheckpointTemplate(WireModel):
     """What is to be checkpointed, and how it is kept."""
 
 
+class Keep(WireModel):
+    """Which of the checkpoints stay. The newest good one of a stack stays in any case, and one that is being
+    restored; so do those of a schedule that is deleted."""
+
+    last: int = Field(10, ge=1, le=10_000)
+    """How many that succeeded."""
+    max_age: Age | None = None
+    """For how long, such as 7d; however old, if not given."""
+    failed: int = Field(3, ge=0, le=1000)
+    """How many that failed."""
+
+
 class ScheduleSpec(WireModel):
     """When checkpoints are taken."""
 
@@ -92,6 +104,8 @@ class ScheduleSpec(WireModel):
     """A time that comes while the checkpoint before it is not finished is skipped."""
     starting_deadline: Duration | None = None
     """How late a checkpoint may be begun, as after an outage of the operator; later its time is skipped."""
+    keep: Keep = Field(default_factory=Keep, json_schema_extra={"default": {}})
+    """Which of the checkpoints stay; the others are deleted."""
     template: CheckpointTemplate
     """The GymCheckpoints that are made."""
 

@@ -1,4 +1,4 @@
-"""What the watches have told: stacks, unfinished checkpoints, and pods. Small, in memory, and only ever a hint.
+"""What the watches have told: stacks, checkpoints, schedules, and pods. Small, in memory, and only ever a hint.
 
 Whoever writes does so on a resource version, so acting on an old view costs a conflict and no more.
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
-from gym_operator.api.checkpoint import TERMINAL
 from gym_operator.effects.kube import Listing
 from gym_operator.effects.transport import PodTransport
+from gym_operator.rules.checkpoint_entries import Entry, entry_of
 from gym_operator.rules.pod_state import PodState, by_server, observe
 
 REMEMBERED: Final = 1000
@@ -68,6 +68,7 @@ class Cache:
         self.stacks: dict[Key, Mapping[str, Any]] = {}
         self.checkpoints: dict[Key, Mapping[str, Any]] = {}
         self.schedules = Objects()
+        self._entries: dict[Key, Entry] = {}
         self._finished: dict[str, None] = {}
         self._pods: dict[str, dict[str, PodState]] = {}
         self._transport = transport
@@ -83,15 +84,23 @@ class Cache:
             del self.stacks[key]
 
     def put_checkpoint(self, body: Mapping[str, Any]) -> None:
-        """Finished ones are not kept: there may be thousands, and nothing happens to them any more."""
-        key, known = key_of(body), self.checkpoints.get(key_of(body))
-        final = (body.get("status") or {}).get("phase") in TERMINAL
-        if final or body["metadata"]["uid"] in self._finished:
+        """Of finished ones only an entry is kept: there may be thousands, and little happens to them any more."""
+        key, known, entry = key_of(body), self.checkpoints.get(key_of(body)), entry_of(body)
+        if key not in self._entries or entry.version >= self._entries[key].version:
+            self._entries[key] = entry
+        if entry.over or entry.uid in self._finished:
             self.checkpoints.pop(key, None)
         elif known is None or version_of(body) >= version_of(known):
             self.checkpoints[key] = body
 
     def drop_checkpoint(self, key: Key, uid: str) -> None:
+        """It is not there any more."""
+        self._done_with(key, uid)
+        entry = self._entries.get(key)
+        if entry is not None and entry.uid == uid:
+            del self._entries[key]
+
+    def _done_with(self, key: Key, uid: str) -> None:
         known = self.checkpoints.get(key)
         if known is not None and known["metadata"]["uid"] == uid:
             del self.checkpoints[key]
@@ -101,7 +110,11 @@ class Cache:
         self._finished[uid] = None
         while len(self._finished) > REMEMBERED:
             del self._finished[next(iter(self._finished))]
-        self.drop_checkpoint(key, uid)
+        self._done_with(key, uid)
+
+    def entries(self) -> list[Entry]:
+        """All GymCheckpoints there are, in short."""
+        return list(self._entries.values())
 
     def checkpoints_of(self, stack: Key) -> list[Mapping[str, Any]]:
         return [body for body in self.checkpoints.values() if stack_of(body) == stack]

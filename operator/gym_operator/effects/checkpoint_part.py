@@ -68,17 +68,19 @@ End = Published | Failed | Unsettled | None
 
 @dataclass(frozen=True)
 class Part:
-    """A cell's part of a GymCheckpoint. `among` are all cells it is about; `wall` gives Unix time."""
+    """A cell's part of a GymCheckpoint. `among` are all cells it is about; `wall` gives Unix time; `origin` is the
+    stack, None before it is known."""
 
     writer: CheckpointWriter
     index: int
     among: Collection[int]
     id: str
     wall: Callable[[], float]
+    origin: phases.Origin | None = None
 
     @property
     def which(self) -> phases.Which:
-        return phases.Which(self.index, self.among)
+        return phases.Which(self.index, self.among, self.origin)
 
     @property
     def at(self) -> phases.At:
@@ -130,7 +132,8 @@ async def resolve(part: Part, open_store: Callable[[str], ObjectStore], failure:
     if found.uri is None:
         return _restarted("the operator ended before it had begun")
     uri = found.uri
-    request = Request(part.id, part.writer.name, uri, "", part.index, found.attempt, 0, {})
+    stack_uid = part.writer.status.stack_uid or ""
+    request = Request(part.id, part.writer.name, uri, stack_uid, part.index, found.attempt, 0, {})
     grave = tombstone(request, "its operator ended before it was published", part.wall())
     try:
         landed = await asyncio.to_thread(lambda: settle(open_store(uri), grave))

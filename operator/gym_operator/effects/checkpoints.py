@@ -81,9 +81,9 @@ class _UnderWay:
 
 
 class Checkpoints:
-    """The checkpoints of one stack. `among` are its cells now; `active` names the checkpoint being taken; `last` is
-    the newest that succeeded, and `last_of` the newest that each cell has published. `wake` is told the cell of a
-    part that begins or ends."""
+    """The checkpoints of one stack. `among` are its cells now; `origin` is what each is told to be of; `active` names
+    the checkpoint being taken; `last` is the newest that succeeded, and `last_of` the newest that each cell has
+    published. `wake` is told the cell of a part that begins or ends."""
 
     def __init__(
         self,
@@ -104,6 +104,7 @@ class Checkpoints:
         self._hindered_since: dict[tuple[str, int], float] = {}
         self._unsettled: dict[tuple[str, int], CheckpointFailed] = {}
         self.among: Sequence[int] = (0,)
+        self.origin: phases.Origin | None = None
         self.active: str | None = None
         self.last: LastCheckpoint | None = None
         self.last_of: dict[int, LastCheckpoint] = {}
@@ -228,7 +229,7 @@ class Checkpoints:
 
     def _part(self, writer: CheckpointWriter, index: int) -> Part:
         id = phases.checkpoint_id(writer.name, writer.uid)
-        return Part(writer, index, self.among, id, self._wall)
+        return Part(writer, index, self.among, id, self._wall, self.origin)
 
     def _begin(self, part: Part, work: Work, controller: CellController | None) -> None:
         async def run() -> None:

@@ -16,6 +16,7 @@ from gym_operator.effects.cache import Key, key_of, stack_of, version_of
 from gym_operator.effects.checkpoints import writer_for
 from gym_operator.effects.events import Subject
 from gym_operator.effects.kube import CHECKPOINTS, PODS, SCHEDULES, STACKS, KubeError, Listing, NotFound, Resource
+from gym_operator.effects.retention import Retention
 from gym_operator.effects.schedules import Schedules
 from gym_operator.effects.services import Services
 from gym_operator.effects.status_writers import Gone, Superseded
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 
 ORPHANS_SECONDS: Final = 2.0
 SCHEDULES_SECONDS: Final = 1.0
+RETENTION_SECONDS: Final = 5.0
 RESYNC_SECONDS: Final = 30.0
 STUCK_SECONDS: Final = 600.0
 """A pass may wait for a storage that does not answer, but not so long."""
@@ -43,6 +45,8 @@ class Fleet:
         self._ending: set[asyncio.Task[None]] = set()
         self._closed = False
         self._watches = Watches()
+        self._listed = asyncio.Event()
+        self._retention = Retention(services.kube, services.cache, services.events, services.wall)
         self._schedules = Schedules(services.kube, services.cache, services.events, services.wall)
 
     # ---- what the watches tell ----------------------------------------------------------------------------
@@ -145,10 +149,13 @@ class Fleet:
             self._s.events.run(),
             self._again(ORPHANS_SECONDS, self._see_to_orphans),
             self._again(SCHEDULES_SECONDS, self._schedules.step),
+            self._again(RETENTION_SECONDS, self._retention.step, self._listed),
             self._again(RESYNC_SECONDS, self._resync),
         )
 
-    async def _again(self, seconds: float, step: Callable[[], Any]) -> None:
+    async def _again(self, seconds: float, step: Callable[[], Any], begin: asyncio.Event | None = None) -> None:
+        if begin is not None:
+            await begin.wait()
         while True:
             await asyncio.sleep(seconds)
             try:
@@ -199,6 +206,7 @@ class Fleet:
                 latest = max((version_of(body) for body in listing.items), default=0)
                 self._watches.listed((resource.plural, namespace), latest, self._s.monotonic())
                 self._mend(resource, namespace, listing)
+        self._listed.set()  # what is in the cache now is all there is: a checkpoint that is missing may go
 
     def _mend(self, resource: Resource, namespace: str | None, listing: Listing) -> None:
         present = {body["metadata"]["uid"] for body in listing.items}
@@ -231,9 +239,9 @@ class Fleet:
             case _:
                 for body in listing.items:
                     self._cache.put_checkpoint(body)
-                for key, known in list(self._cache.checkpoints.items()):
-                    if vanished(version_of(known), known["metadata"]["uid"], key.namespace):
-                        self._cache.drop_checkpoint(key, known["metadata"]["uid"])
+                for entry in self._cache.entries():
+                    if vanished(entry.version, entry.uid, entry.namespace):
+                        self._cache.drop_checkpoint(Key(entry.namespace, entry.name), entry.uid)
 
     # ---- health -------------------------------------------------------------------------------------------
 

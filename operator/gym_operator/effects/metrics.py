@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 
 from gym_operator.api import names
 from gym_operator.api.conditions import ConditionType
+from gym_operator.api.event_reasons import Afterwards
 from gym_operator.api.objects import parse_time
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -61,7 +62,7 @@ class Metrics:
         """An Event was said about an object."""
         if kind == names.STACK_KIND and reason == RECOVERING:
             self._recoveries.labels(namespace).inc()
-        elif kind == names.CHECKPOINT_KIND:
+        elif kind == names.CHECKPOINT_KIND and reason not in set(Afterwards):
             self._checkpoints.labels(namespace, "succeeded" if level == "Normal" else "failed").inc()
 
     def passed(self, seconds: float) -> None:

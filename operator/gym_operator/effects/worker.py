@@ -28,6 +28,7 @@ from gym_operator.effects.stack_pods import StackPods
 from gym_operator.effects.status_writers import Gone, StackWriter, Superseded
 from gym_operator.effects.storage import StackStorage
 from gym_operator.rules.cell_record import how_to_go_on, stopped_by
+from gym_operator.rules.checkpoint_phases import Origin
 from gym_operator.rules.checkpoint_queue import Situation
 from gym_operator.rules.observed import CellSeen, Observed
 from gym_operator.rules.spec_check import Problem, check_stack
@@ -244,6 +245,7 @@ class StackWorker:
         storage = stack.spec.checkpoints.storage
         if storage is None or not stack.spec.checkpoints.enabled:
             return
+        self._checkpoints.origin = Origin(self.uid, storage.document())
         try:
             await self._storage.tend(storage, stack_root(storage, stack.identity))
         except KubeError as error:

@@ -63,11 +63,20 @@ class Pinned:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """The stack that a checkpoint is of, and how its storage is reached: both are needed when the stack is gone."""
+
+    stack_uid: str
+    storage: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class Which:
-    """A part: the cell, and all cells that the checkpoint is about."""
+    """A part: the cell, all cells that the checkpoint is about, and where it comes from."""
 
     index: int
     among: Collection[int] = (0,)
+    origin: Origin | None = None
 
 
 @dataclass(frozen=True)
@@ -136,6 +145,8 @@ def under_way(
         participants=participants,
     )
     begun = status.model_copy(update={"checkpoint_id": id, "start_time": status.start_time or format_time(at.now)})
+    if which.origin is not None:
+        begun = begun.model_copy(update={"stack_uid": which.origin.stack_uid, "storage": dict(which.origin.storage)})
     return _concluded(_with(begun, which, part), at)
 
 

@@ -14,7 +14,7 @@ from gym_servers.stack.wire import Checked, rule
 
 LONGEST_SECONDS: Final = 24 * 3600
 _PATTERN = r"^[1-9][0-9]{0,4}(s|m|h)$"
-_SECONDS = {"s": 1, "m": 60, "h": 3600}
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
 _HINT = "write a whole number and a unit: 60s, 2m or 1h"
 _TOO_LONG = "a duration is at most 24h"
 
@@ -27,6 +27,17 @@ def parse_duration(text: str) -> int:
     if seconds > LONGEST_SECONDS:
         raise ValueError(_TOO_LONG)
     return seconds
+
+
+_AGE_PATTERN = r"^[1-9][0-9]{0,3}(s|m|h|d)$"
+_AGE_HINT = "write a whole number of at most four digits and a unit: 90m, 12h or 7d"
+
+
+def parse_age(text: str) -> int:
+    """Seconds of an age such as `7d`. Raises ValueError that says how to write one."""
+    if not re.fullmatch(_AGE_PATTERN, text):
+        raise ValueError(_AGE_HINT)
+    return int(text[:-1]) * _SECONDS[text[-1]]
 
 
 Duration = Annotated[
@@ -42,3 +53,10 @@ Duration = Annotated[
     ),
 ]
 """A duration in a manifest; `parse_duration` gives its seconds."""
+
+Age = Annotated[
+    str,
+    StringConstraints(max_length=16),
+    Checked(parse_age, (rule(f"self.matches(r'{_AGE_PATTERN}')", _AGE_HINT),)),
+]
+"""How long something is kept: as a duration, and in days; `parse_age` gives its seconds."""

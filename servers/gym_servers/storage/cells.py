@@ -24,6 +24,14 @@ def directory_name(cell_attempt: int, sequence: int, checkpoint_id: str) -> str:
     return f"{CHECKPOINTS}/{cell_attempt:06d}-{sequence:06d}-{checkpoint_id}"
 
 
+def order_of(uri: str) -> tuple[int, int]:
+    """Cell attempt and sequence of a checkpoint by the name of its directory, the highest being the newest; zeros for
+    a directory that was named by somebody else."""
+    attempt, _, rest = uri.rstrip("/").rsplit("/", 1)[-1].partition("-")
+    sequence = rest.partition("-")[0]
+    return (int(attempt), int(sequence)) if attempt.isdecimal() and sequence.isdecimal() else (0, 0)
+
+
 def use_attempt_up(cell: ObjectStore, attempt: int, owner: str) -> None:
     """Use an attempt number up, durably, before any work starts under it. Raises ObjectConflict where another owner
     has it: a driver and a recovery must never run under the same number."""

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from gym_operator import crds
+from gym_operator.api.checkpoint import MUTABLE
 from gym_operator.structural import structural_schema
 from gym_servers.stack.wire import WireModel
 
@@ -111,9 +112,12 @@ def test_a_server_s_config_is_free() -> None:
     assert config["x-kubernetes-preserve-unknown-fields"] is True
 
 
-def test_a_checkpoint_never_changes() -> None:
+def test_a_checkpoint_never_changes_but_for_how_it_is_kept() -> None:
     spec = version(crds.KINDS[1])["schema"]["openAPIV3Schema"]["properties"]["spec"]
-    assert "self == oldSelf" in [rule["rule"] for rule in spec["x-kubernetes-validations"]]
+    (rule,) = (each["rule"] for each in spec["x-kubernetes-validations"] if "oldSelf" in each["rule"])
+    for field in spec["properties"]:
+        changes = f"self.{field} == oldSelf.{field}" not in rule or f"has(self.{field}) == has(oldSelf" not in rule
+        assert changes == (field in MUTABLE)
 
 
 def test_the_chart_s_crd_is_the_same_but_for_its_metadata() -> None:

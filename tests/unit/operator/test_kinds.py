@@ -87,7 +87,7 @@ def test_a_checkpoint_s_scope_stop_and_driver_state() -> None:
     [
         {},
         {"stackRef": {"name": "Demo"}},
-        {"stackRef": {"name": "demo"}, "ttl": "1h"},
+        {"stackRef": {"name": "demo"}, "ttl": "1 week"},
         {"stackRef": {"name": "demo"}, "episodes": []},
         {"stackRef": {"name": "demo"}, "episodes": ["a/b"]},
         {"stackRef": {"name": "demo"}, "episodes": [f"{n}-0" for n in range(1001)]},

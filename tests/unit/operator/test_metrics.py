@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from gym_operator.api import names
+from gym_operator.api.event_reasons import Afterwards
 from gym_operator.effects.events import Events, Subject
 from gym_operator.effects.metrics import Metrics
 from gym_rig.fake_kube import FakeKube
@@ -105,3 +107,13 @@ def test_two_operators_in_one_process_do_not_share_numbers() -> None:
     one, other = Metrics(), Metrics()
     one.passed(1.0)
     assert "gym_operator_pass_seconds_count 0.0" in lines(other)
+
+
+def test_what_becomes_of_a_checkpoint_after_its_end_is_no_second_end() -> None:
+    metrics = Metrics()
+    for reason in Afterwards:
+        for level in ("Normal", "Warning"):
+            metrics.said(names.CHECKPOINT_KIND, "team", level, reason)
+    assert not [line for line in lines(metrics) if line.startswith("gym_checkpoints_total")]
+    metrics.said(names.CHECKPOINT_KIND, "team", "Normal", "Published")
+    assert 'gym_checkpoints_total{namespace="team",result="succeeded"} 1.0' in lines(metrics)

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from gym_operator.structural import structural_schema
-from gym_servers.stack.durations import parse_duration
+from gym_servers.stack.durations import parse_age, parse_duration
 from gym_servers.stack.render import s3_settings
 from gym_servers.stack.spec import SpecError, StackSpec, check_stack_name, parse_spec
 
@@ -168,3 +168,14 @@ def test_durations(text: str, seconds: int) -> None:
 def test_no_durations(text: str) -> None:
     with pytest.raises(ValueError, match=r"duration|whole number"):
         parse_duration(text)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("1s", 1), ("90m", 5400), ("12h", 43_200), ("9999d", 863_913_600)])
+def test_ages(text: str, seconds: int) -> None:
+    assert parse_age(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "0d", "7", "1d12h", "1w", "10000d", "1d\n"])
+def test_no_ages(text: str) -> None:
+    with pytest.raises(ValueError, match="at most four digits"):
+        parse_age(text)

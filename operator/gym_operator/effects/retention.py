@@ -1,0 +1,78 @@
+"""Deletes the GymCheckpoints that nobody keeps any more. What becomes of their data is their deletionPolicy's matter.
+
+The watches say which might go; before one goes, the API server is asked what its stack needs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+
+from gym_operator.api import names
+from gym_operator.api.event_reasons import Afterwards
+from gym_operator.api.schedule import GymCheckpointSchedule
+from gym_operator.effects.cache import Cache, Key
+from gym_operator.effects.events import Events, Subject
+from gym_operator.effects.kube import CHECKPOINTS, STACKS, Conflict, Kube, KubeError, NotFound
+from gym_operator.rules import retention as rules
+from gym_operator.rules.checkpoint_entries import Entry
+from gym_servers.stack.spec import SpecError
+
+log = logging.getLogger(__name__)
+
+_SURPLUS = "its schedule keeps newer ones, or none as old as this"
+_EXPIRED = "its ttl is over"
+
+
+class Retention:
+    """`step` lets go of what may go."""
+
+    def __init__(self, kube: Kube, cache: Cache, events: Events, wall: Callable[[], float]) -> None:
+        self._kube, self._cache, self._events, self._wall = kube, cache, events, wall
+
+    async def step(self) -> None:
+        entries = self._cache.entries()
+        reasons = {each.uid: _EXPIRED for each in rules.expired(entries, self._wall())}
+        reasons |= {each.uid: _SURPLUS for each in self._surplus(entries)}
+        by_stack: defaultdict[Key, list[Entry]] = defaultdict(list)
+        for entry in entries:
+            by_stack[Key(entry.namespace, entry.stack)].append(entry)
+        for stack, known in by_stack.items():
+            candidates = [each for each in known if each.uid in reasons]
+            if not candidates:
+                continue
+            try:
+                for entry in await self._expendable(stack, candidates, known):
+                    await self._delete(entry, reasons[entry.uid])
+            except (KubeError, ValueError) as error:
+                log.warning("retention of stack %s/%s: %s", *stack, error)
+
+    def _surplus(self, entries: Iterable[Entry]) -> list[Entry]:
+        of_schedule: defaultdict[str, list[Entry]] = defaultdict(list)
+        for entry in entries:
+            if entry.schedule_uid is not None:
+                of_schedule[entry.schedule_uid].append(entry)
+        found = []
+        for body in self._cache.schedules.values():
+            # One that is not there any more keeps everything: deleting a schedule costs nobody a checkpoint.
+            with suppress(SpecError):
+                schedule = GymCheckpointSchedule.parse(body)
+                found += rules.surplus(of_schedule[schedule.metadata.uid], schedule.spec.keep, self._wall())
+        return found
+
+    async def _expendable(self, stack: Key, candidates: list[Entry], known: list[Entry]) -> list[Entry]:
+        try:
+            needs = rules.needs_of(await self._kube.get(STACKS, stack.namespace, stack.name))
+        except NotFound:
+            needs = None
+        return rules.expendable(candidates, known, needs, ())
+
+    async def _delete(self, entry: Entry, why: str) -> None:
+        try:
+            await self._kube.delete(CHECKPOINTS, entry.namespace, entry.name, entry.uid)
+        except (NotFound, Conflict):
+            return  # gone already, or another one has its name: the watch will tell
+        subject = Subject(names.CHECKPOINT_KIND, entry.namespace, entry.name, entry.uid)
+        self._events.say(subject, "Normal", Afterwards.LET_GO, f"it is deleted: {why}")

@@ -1,0 +1,85 @@
+"""What is kept in mind of every GymCheckpoint, also of thousands of finished ones: enough to decide when one goes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gym_operator.api import names
+from gym_operator.api.checkpoint import TERMINAL
+from gym_operator.api.objects import parse_time
+from gym_servers.stack.durations import parse_age
+from gym_servers.storage.cells import order_of
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one cell contributed: where it is, its place in the order of the cell's checkpoints, and whether it is
+    published: then it serves the recovery of its cell, whatever became of the others' parts."""
+
+    cell: int
+    uri: str
+    order: tuple[int, int]
+    published: bool
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A GymCheckpoint in short. `ended` is in Unix seconds, None while it is not final; `ttl` in seconds."""
+
+    namespace: str
+    name: str
+    uid: str
+    version: int
+    stack: str
+    stack_uid: str | None
+    schedule_uid: str | None
+    phase: str
+    ended: float | None
+    parts: tuple[Part, ...]
+    ttl: int | None
+    deleting: bool
+
+    @property
+    def final(self) -> bool:
+        return self.phase in TERMINAL
+
+    @property
+    def over(self) -> bool:
+        """Nothing is taken for it any more: it is final, or on its way out."""
+        return self.final or self.phase == "Deleting"
+
+
+def entry_of(body: Mapping[str, Any]) -> Entry:
+    """Read a GymCheckpoint as the API server holds it, also one whose spec this version would refuse."""
+    metadata, spec, status = body["metadata"], body.get("spec") or {}, body.get("status") or {}
+    return Entry(
+        namespace=metadata["namespace"],
+        name=metadata["name"],
+        uid=metadata["uid"],
+        version=int(metadata.get("resourceVersion") or 0),
+        stack=str((spec.get("stackRef") or {}).get("name") or ""),
+        stack_uid=status.get("stackUID"),
+        schedule_uid=(metadata.get("labels") or {}).get(names.SCHEDULE_UID_LABEL),
+        phase=status.get("phase") or "Pending",
+        ended=_time(status.get("completionTime")),
+        parts=tuple(
+            Part(int(cell["index"]), cell["uri"], order_of(cell["uri"]), cell.get("phase") == "Succeeded")
+            for cell in status.get("cells") or ()
+            if cell.get("uri")
+        ),
+        ttl=_age(spec.get("ttl")),
+        deleting=bool(metadata.get("deletionTimestamp")),
+    )
+
+
+def _time(text: str | None) -> float | None:
+    return parse_time(text) if text else None
+
+
+def _age(text: Any) -> int | None:
+    try:
+        return parse_age(text) if isinstance(text, str) else None
+    except ValueError:
+        return None  # an older CRD let it in: such a checkpoint is kept
