@@ -81,7 +81,7 @@ def test_rights_are_the_least_that_work(render: Render) -> None:
     assert rights["/events"] == {"create"}
     assert {"create", "delete"}.isdisjoint(rights["gymops.dev/gymstacks"])
     assert rights["gymops.dev/gymcheckpointschedules"] == {"get", "list", "watch"}
-    assert {"create", "delete"} <= rights["gymops.dev/gymcheckpoints"]
+    assert rights["gymops.dev/gymcheckpoints"] == {"get", "list", "watch", "create", "update", "delete"}
     for kind in crds.KINDS:
         assert rights[f"gymops.dev/{kind.plural}"] >= {"get", "list", "watch"}
         assert rights[f"gymops.dev/{kind.plural}/status"] == {"update"}

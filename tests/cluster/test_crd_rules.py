@@ -185,7 +185,7 @@ def test_a_checkpoint_s_spec_never_changes_but_for_how_it_is_kept(kubectl: Kubec
         assert "create another GymCheckpoint instead" in done.stderr
     labelled = {**CHECKPOINT, "metadata": {**CHECKPOINT["metadata"], "labels": {"team": "a"}}}
     assert kubectl("apply", "--filename=-", given=labelled).returncode == 0
-    for kept in ({"ttl": "7d"}, {"ttl": "1h"}, {}):
+    for kept in ({"ttl": "7d"}, {"ttl": "1h", "deletionPolicy": "Delete"}, {"deletionPolicy": "Retain"}, {}):
         done = kubectl("apply", "--filename=-", given={**CHECKPOINT, "spec": {**CHECKPOINT["spec"], **kept}})
         assert done.returncode == 0, done.stderr
 
@@ -215,6 +215,7 @@ def test_a_schedule_gets_its_defaults(kubectl: Kubectl) -> None:
     assert schedule["status"] == {"observedGeneration": -1}
     assert schedule["spec"]["keep"] == {"last": 10, "failed": 3}
     assert (schedule["spec"]["suspend"], schedule["spec"]["concurrencyPolicy"]) == (False, "Forbid")
+    assert schedule["spec"]["template"]["spec"]["deletionPolicy"] == "Retain"
     cron = {**SCHEDULE, "spec": {**SCHEDULE["spec"], "schedule": "0 3 * * *", "timeZone": "Europe/Berlin"}}
     del cron["spec"]["every"]
     assert create(kubectl, cron).returncode == 0
@@ -230,6 +231,7 @@ def test_a_schedule_can_be_changed(kubectl: Kubectl) -> None:
 
 OTHER_REFUSALS: list[tuple[dict[str, Any], Change, str]] = [
     (CHECKPOINT, lambda b: b["spec"].update(ttl="1 week"), "a unit: 90m, 12h or 7d"),
+    (CHECKPOINT, lambda b: b["spec"].update(deletionPolicy="Keep"), "Unsupported value"),
     (SCHEDULE, lambda b: b["spec"].pop("every"), "exactly one of schedule"),
     (SCHEDULE, lambda b: b["spec"].update(schedule="* * * * *"), "exactly one of schedule"),
     (SCHEDULE, lambda b: b["spec"].update(timeZone="UTC"), "timeZone belongs to schedule"),

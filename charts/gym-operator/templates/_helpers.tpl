@@ -54,10 +54,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 - apiGroups: [gymops.dev]
   resources: [gymstacks, gymcheckpoints]
   verbs: [get, list, watch]
-# A schedule makes checkpoints and lets go of old ones; others have a ttl.
+# A schedule makes checkpoints and lets go of old ones; others have a ttl. `update` is for the finalizer of those whose
+# data goes with them.
 - apiGroups: [gymops.dev]
   resources: [gymcheckpoints]
-  verbs: [create, delete]
+  verbs: [create, update, delete]
 - apiGroups: [gymops.dev]
   resources: [gymcheckpointschedules]
   verbs: [get, list, watch]

@@ -37,7 +37,8 @@ from gym_servers.stack.wire import (
 )
 
 CheckpointPhase = Literal["Pending", "Preparing", "Committing", "Publishing", "Succeeded", "Failed", "Deleting"]
-MUTABLE: Final = ("ttl",)
+DeletionPolicy = Literal["Retain", "Delete"]
+MUTABLE: Final = ("deletionPolicy", "ttl")
 """Fields of a spec that say how a checkpoint is kept, and may be changed when it is done."""
 TERMINAL: Final[frozenset[CheckpointPhase]] = frozenset({"Succeeded", "Failed"})
 """Phases that are final: a checkpoint in one of them never changes again, except to be deleted."""
@@ -101,6 +102,9 @@ class CheckpointRequest(WireModel):
     stop_after: bool = False
     """Stops the stack once the checkpoint is published, as spec.suspend does. To go on from it, set the stack's
     spec.suspend to true and, once its phase is Suspended, to false again."""
+    deletion_policy: DeletionPolicy = "Retain"
+    """What becomes of the checkpoint's data when this object is deleted: Retain leaves it in the bucket, Delete
+    removes it. It can be changed at any time."""
     ttl: Age | None = None
     """How long this object is kept after its end, such as 7d; for ever, if not given. The newest good checkpoint of a
     stack, and one that is being restored, stay all the same. It can be changed at any time."""

@@ -79,6 +79,9 @@ class ConditionReason(StrEnum):
     PUBLISH_FAILED = "PublishFailed"
     PARTICIPANT_REFUSED = "ParticipantRefused"
     ABANDONED = "Abandoned"
+    DELETED = "Deleted"
+    HELD = "Held"
+    REMOVING = "Removing"
     # A schedule
     SCHEDULED = "Scheduled"
     OVERLAP = "Overlap"

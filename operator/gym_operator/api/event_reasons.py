@@ -9,3 +9,5 @@ class Afterwards(StrEnum):
     """What is said of a GymCheckpoint after its end: it is no second end."""
 
     LET_GO = "LetGo"
+    DATA_REMOVED = "DataRemoved"
+    DATA_LEFT = "DataLeft"

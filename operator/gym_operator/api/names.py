@@ -50,6 +50,8 @@ SCHEDULED_AT: Final = f"{GROUP}/scheduled-at"
 """Annotation of a GymCheckpoint that a schedule has made: the time it is for."""
 
 FINALIZER: Final = f"{GROUP}/finalizer"
+DATA_FINALIZER: Final = f"{GROUP}/checkpoint-data"
+"""On a GymCheckpoint whose data is to go with it, and on nothing else."""
 
 DATA_PORT_NAME: Final = "data"
 CONTROL_PORT_NAME: Final = "control"

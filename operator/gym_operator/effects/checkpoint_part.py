@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -25,7 +26,8 @@ from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.messages import Blocker
 from gym_servers.storage.cells import settle
 from gym_servers.storage.manifest import Publication
-from gym_servers.storage.store import ObjectStore, StorageError
+from gym_servers.storage.removal import hold
+from gym_servers.storage.store import ObjectConflict, ObjectStore, StorageError
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +99,11 @@ class Part:
 
 
 async def take(
-    part: Part, controller: CellController, pinned: Sequence[phases.Pinned], wishes: Mapping[str, Any]
+    part: Part,
+    controller: CellController,
+    open_store: Callable[[str], ObjectStore],
+    pinned: Sequence[phases.Pinned],
+    wishes: Mapping[str, Any],
 ) -> End:
     """Take it. None where something died before it began: then it waits for its turn again. Raises Superseded."""
     writer = part.writer
@@ -111,6 +117,10 @@ async def take(
             raise CheckpointFailed("Deleted", "the GymCheckpoint was deleted") from error
         except (Superseded, TimeoutError) as error:
             raise CheckpointFailed("StatusNotWritten", "its status could not be written") from error
+        uri = phases.part_of(writer.status, part.index).uri
+        if progress.phase == "Publishing" and uri is not None:
+            # Before it is published: whoever adopts it somewhere else finds whose it is.
+            await asyncio.to_thread(lambda: hold(open_store(uri), writer.uid))
 
     try:
         outcome = await controller.take(part.id, writer.name, tell, **wishes)
@@ -135,8 +145,15 @@ async def resolve(part: Part, open_store: Callable[[str], ObjectStore], failure:
     stack_uid = part.writer.status.stack_uid or ""
     request = Request(part.id, part.writer.name, uri, stack_uid, part.index, found.attempt, 0, {})
     grave = tombstone(request, "its operator ended before it was published", part.wall())
+
+    def conclude() -> Publication:
+        store = open_store(uri)
+        with suppress(ObjectConflict):  # held by another object: then it is not removed with this one
+            hold(store, part.writer.uid)
+        return settle(store, grave)
+
     try:
-        landed = await asyncio.to_thread(lambda: settle(open_store(uri), grave))
+        landed = await asyncio.to_thread(conclude)
     except StorageError as error:
         log.warning("checkpoint %s/%s cannot be settled yet: %s", part.writer.namespace, part.writer.name, error)
         return None

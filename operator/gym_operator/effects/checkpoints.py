@@ -57,6 +57,7 @@ class Side:
     pinned: Callable[[], Sequence[phases.Pinned]]
 
 
+_DELETED: Final = (ConditionReason.DELETED.value, "the GymCheckpoint was deleted before it was finished")
 _GONE: Final = Side(
     queue.Situation(
         enabled=True,
@@ -135,6 +136,10 @@ class Checkpoints:
             writer = self._writer_of(body)
             if writer.status.phase in TERMINAL:
                 continue  # the watch has not told yet
+            if self._unwanted(writer):
+                await self._drop_what_has_not_begun(writer, cells)
+                if writer.status.phase in TERMINAL:
+                    continue
             try:
                 checkpoint = GymCheckpoint.parse(body)
             except SpecError as error:
@@ -145,6 +150,22 @@ class Checkpoints:
                 active = writer.name if self._under_way or phases.has_begun(writer.status) else None
                 break  # one at a time: the others wait for this one
         self.active = active
+
+    async def _drop_what_has_not_begun(self, writer: CheckpointWriter, cells: Mapping[int, Side]) -> None:
+        """Somebody has deleted it, and it is there only because data is to be removed: no part of it begins now."""
+        among = [part.index for part in writer.status.cells] or self.among
+        unbegun = [
+            part
+            for part in (self._part(writer, index) for index in among)
+            if phases.part_of(writer.status, part.index).phase == "Pending"
+            and part.index not in self._under_way
+            and cells.get(part.index, _GONE).situation.open_id != part.id
+        ]
+        if len(unbegun) == len(among):
+            await self._give_up(writer, *_DELETED)
+            return
+        for part in unbegun:
+            await self._end(part, parts.Failed(*_DELETED))
 
     async def _advance(
         self, writer: CheckpointWriter, checkpoint: GymCheckpoint, cells: Mapping[int, Side], order: CellOrder
@@ -165,8 +186,11 @@ class Checkpoints:
             phase = phases.part_of(writer.status, part.index).phase
             hindered = self._hindered(part, queue.hinders(side.situation, last))
             match queue.next_move(phase, part.id, hindered, side.situation, last=last):
+                case queue.Take() if not _is_tied(checkpoint):
+                    pass  # no data is written before the object is held for it
                 case queue.Take() if side.controller is not None and (order == "Together" or not self._under_way):
-                    taking = partial(parts.take, part, side.controller, side.pinned(), _wishes(checkpoint))
+                    wishes = side.pinned(), _wishes(checkpoint)
+                    taking = partial(parts.take, part, side.controller, self._open_store, *wishes)
                     self._begin(part, taking, side.controller)
                 case queue.Resolve():
                     self._resolve(part)
@@ -255,12 +279,15 @@ class Checkpoints:
                 del self._under_way[index]
                 if not found.task.cancelled():
                     found.task.result()
-            elif found.controller is not None and found.closing is None and self._deleted(writer):
+            elif found.controller is not None and found.closing is None and self._unwanted(writer):
                 found.closing = asyncio.create_task(found.controller.close())
 
-    def _deleted(self, writer: CheckpointWriter) -> bool:
+    def _unwanted(self, writer: CheckpointWriter) -> bool:
+        """Whether somebody has deleted it: where it is still there, its data is to be removed."""
         body = self._cache.checkpoints.get(Key(writer.namespace, writer.name))
-        return body is None or body["metadata"]["uid"] != writer.uid
+        if body is None or body["metadata"]["uid"] != writer.uid:
+            return True
+        return bool(body["metadata"].get("deletionTimestamp"))
 
     # ---- ends ---------------------------------------------------------------------------------------------
 
@@ -268,6 +295,8 @@ class Checkpoints:
         """Write what came of a part, however long that takes; a GymCheckpoint that is gone needs nothing."""
         writer, which = part.writer, part.which
         ending = self._endings.get(part.index)
+        if ending is None and self._unwanted(writer):
+            ending = _DELETED
         if isinstance(end, parts.Unsettled):
             # A publication whose answer was lost may stand, or may still be finished by whoever settles what the
             # record has open: storage is asked before this is final.
@@ -331,6 +360,11 @@ class Checkpoints:
             self._writers = {known: writer for known, writer in self._writers.items() if known in present}
             self._writers[uid] = writer_for(self._kube, body)
         return self._writers[uid]
+
+
+def _is_tied(checkpoint: GymCheckpoint) -> bool:
+    """Whether the object stays until its data is removed, where that is wanted."""
+    return checkpoint.spec.deletion_policy == "Retain" or names.DATA_FINALIZER in checkpoint.metadata.finalizers
 
 
 def _last(name: str, publication: Publication, uri: str, digest: str) -> LastCheckpoint:

@@ -14,6 +14,7 @@ from typing import Any, Final
 from gym_operator.api import names
 from gym_operator.effects.cache import Key, key_of, stack_of, version_of
 from gym_operator.effects.checkpoints import writer_for
+from gym_operator.effects.disposal import Disposal
 from gym_operator.effects.events import Subject
 from gym_operator.effects.kube import CHECKPOINTS, PODS, SCHEDULES, STACKS, KubeError, Listing, NotFound, Resource
 from gym_operator.effects.retention import Retention
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 ORPHANS_SECONDS: Final = 2.0
 SCHEDULES_SECONDS: Final = 1.0
 RETENTION_SECONDS: Final = 5.0
+DISPOSAL_SECONDS: Final = 0.5
 RESYNC_SECONDS: Final = 30.0
 STUCK_SECONDS: Final = 600.0
 """A pass may wait for a storage that does not answer, but not so long."""
@@ -46,6 +48,9 @@ class Fleet:
         self._closed = False
         self._watches = Watches()
         self._listed = asyncio.Event()
+        self._disposal = Disposal(
+            services.kube, services.cache, services.events, services.wall, services.monotonic, services.cluster
+        )
         self._retention = Retention(services.kube, services.cache, services.events, services.wall)
         self._schedules = Schedules(services.kube, services.cache, services.events, services.wall)
 
@@ -140,6 +145,7 @@ class Fleet:
             self._end(*self._workers.pop(key), "OperatorStopped", "the operator was stopped")
         if self._ending:
             await asyncio.wait(self._ending)
+        await self._disposal.close()
 
     # ---- beside the workers -------------------------------------------------------------------------------
 
@@ -150,6 +156,7 @@ class Fleet:
             self._again(ORPHANS_SECONDS, self._see_to_orphans),
             self._again(SCHEDULES_SECONDS, self._schedules.step),
             self._again(RETENTION_SECONDS, self._retention.step, self._listed),
+            self._again(DISPOSAL_SECONDS, self._disposal.step),
             self._again(RESYNC_SECONDS, self._resync),
         )
 
@@ -182,6 +189,8 @@ class Fleet:
         writer, now = writer_for(self._s.kube, body), self._s.wall()
         at = checkpoint_phases.At(writer.generation, now)
         age = checkpoint_phases.age_seconds(body["metadata"]["creationTimestamp"], now)
+        if body["metadata"].get("deletionTimestamp"):
+            age = float("inf")  # nobody waits for its stack any more
         try:
             match checkpoint_queue.without_stack(writer.status, stack.name, age):
                 case checkpoint_queue.Fail(reason, message):

@@ -68,6 +68,9 @@ class Below:
         found = self._told(self.store.list, f"{self.prefix}/{prefix}".rstrip("/"))
         return {key.removeprefix(f"{self.prefix}/"): size for key, size in found.items()}
 
+    def delete(self, key: str) -> None:
+        self._told(self.store.delete, f"{self.prefix}/{key}")
+
     def _told(self, use: Callable[..., T], *arguments: Any) -> T:
         found = use(*arguments)
         self.progressed()
@@ -114,6 +117,12 @@ class StackStorage:
         elif now >= self._probe_due and (self._probe is None or self._probe.done()):
             self._probe_due = float("inf")  # until this one has ended
             self._probe = asyncio.create_task(self._look())
+
+    async def read(self, spec: StorageSpec) -> None:
+        """Learn how it is reached without trying whether it can be written: for who only takes away. Raises
+        KubeError."""
+        self._spec = spec
+        await self._read_secrets(spec.s3)
 
     def open(self, uri: str) -> ObjectStore:
         """The store at `uri`. Blocks. Raises StorageError."""

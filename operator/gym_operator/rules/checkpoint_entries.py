@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from gym_operator.api import names
 from gym_operator.api.checkpoint import TERMINAL
 from gym_operator.api.objects import parse_time
-from gym_servers.stack.durations import parse_age
+from gym_servers.stack.durations import parse_age, parse_duration
 from gym_servers.storage.cells import order_of
+
+COMMIT_SECONDS: Final = 120
+"""How long the servers of a stack write, unless somebody says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Entry:
-    """A GymCheckpoint in short. `ended` is in Unix seconds, None while it is not final; `ttl` in seconds."""
+    """A GymCheckpoint in short. `ended` is in Unix seconds, None while it is not final; `ttl` in seconds;
+    `commit_seconds`: for how long its servers may write; `tied`: it has our finalizer; `observed`: the generation
+    that its status speaks of."""
 
     namespace: str
     name: str
@@ -40,6 +45,11 @@ class Entry:
     parts: tuple[Part, ...]
     ttl: int | None
     deleting: bool
+    policy: str = "Retain"
+    commit_seconds: int = 0
+    tied: bool = False
+    generation: int = 0
+    observed: int = 0
 
     @property
     def final(self) -> bool:
@@ -69,8 +79,13 @@ def entry_of(body: Mapping[str, Any]) -> Entry:
             for cell in status.get("cells") or ()
             if cell.get("uri")
         ),
-        ttl=_age(spec.get("ttl")),
+        ttl=_seconds(spec.get("ttl"), parse_age),
         deleting=bool(metadata.get("deletionTimestamp")),
+        policy=str(spec.get("deletionPolicy") or "Retain"),
+        commit_seconds=_seconds((spec.get("timeouts") or {}).get("commit"), parse_duration) or COMMIT_SECONDS,
+        tied=names.DATA_FINALIZER in (metadata.get("finalizers") or ()),
+        generation=int(metadata.get("generation") or 0),
+        observed=int(status.get("observedGeneration") or 0),
     )
 
 
@@ -78,8 +93,8 @@ def _time(text: str | None) -> float | None:
     return parse_time(text) if text else None
 
 
-def _age(text: Any) -> int | None:
+def _seconds(text: Any, parse: Callable[[str], int]) -> int | None:
     try:
-        return parse_age(text) if isinstance(text, str) else None
+        return parse(text) if isinstance(text, str) else None
     except ValueError:
-        return None  # an older CRD let it in: such a checkpoint is kept
+        return None  # another version's CRD let it in

@@ -239,6 +239,21 @@ def failed(status: CheckpointStatus, reason: str, message: str, at: At) -> Check
     return told.model_copy(update={"completion_time": format_time(at.now)})
 
 
+def deleting(status: CheckpointStatus, reason: ConditionReason, message: str, generation: int) -> CheckpointStatus:
+    """On its way out, and where its data stands. What came of the checkpoint and its parts stays said. Raises
+    ValueError for one that is not final: a fault of ours."""
+    if status.phase not in TERMINAL and status.phase != "Deleting":
+        raise ValueError(f"a checkpoint does not go from {status.phase} to Deleting")
+    told = observed(status, generation)
+    return told.model_copy(update={"phase": "Deleting", "reason": reason.value, "message": clip(message)})
+
+
+def observed(status: CheckpointStatus, generation: int) -> CheckpointStatus:
+    """As it is, for a spec that says anew how it is kept."""
+    conditions = tuple(each.model_copy(update={"observed_generation": generation}) for each in status.conditions)
+    return status.model_copy(update={"observed_generation": generation, "conditions": conditions})
+
+
 def _concluded(status: CheckpointStatus, at: At) -> CheckpointStatus:
     """What the parts come to."""
     parts = status.cells

@@ -18,12 +18,13 @@ from gym_servers.stack.durations import parse_age
 
 @dataclass(frozen=True)
 class Needs:
-    """What a stack cannot do without: `uid` is its own, `uris` are what it is being restored from and what it would
-    continue from as its status says, `refused` are checkpoints that its servers did not take."""
+    """What a stack cannot do without: `uid` is its own, `restoring` is what it is being restored from, `last` what it
+    would continue from as its status says; `refused` are checkpoints that its servers did not take."""
 
     uid: str
-    uris: frozenset[str]
-    refused: frozenset[str]
+    restoring: frozenset[str] = frozenset()
+    last: frozenset[str] = frozenset()
+    refused: frozenset[str] = frozenset()
 
 
 def needs_of(stack: Mapping[str, Any]) -> Needs:
@@ -32,15 +33,20 @@ def needs_of(stack: Mapping[str, Any]) -> Needs:
     status = stack.get("status") or {}
     cells = status.get("cells") or ()
     newest = [each.get("lastCheckpoint") or {} for each in (status, *cells)]
-    uris, refused = {each["uri"] for each in newest if each.get("uri")}, set()
+    restoring, refused = set(), set()
     for cell in cells:
         record = from_document(cell.get("record"))
         if record is None:
             continue
         refused |= set(record.refused)
         if record.restore is not None and record.stage is not Stage.RUNNING:
-            uris.add(record.restore.uri)
-    return Needs(stack["metadata"]["uid"], frozenset(uris), frozenset(refused))
+            restoring.add(record.restore.uri)
+    return Needs(
+        stack["metadata"]["uid"],
+        restoring=frozenset(restoring),
+        last=frozenset(each["uri"] for each in newest if each.get("uri")),
+        refused=frozenset(refused),
+    )
 
 
 def surplus(entries: Iterable[Entry], keep: Keep, now: float) -> list[Entry]:
@@ -73,7 +79,7 @@ def expendable(
     name; `needs` is None where there is no stack; `held` are the URIs that restores work from."""
     uris = set(held)
     if needs is not None:
-        uris |= needs.uris | {part.uri for part in newest_good(entries, needs)}
+        uris |= needs.restoring | needs.last | {part.uri for part in newest_good(entries, needs)}
     return [each for each in candidates if not uris & {part.uri for part in each.parts}]
 
 

@@ -146,6 +146,8 @@ def child(schedule: GymCheckpointSchedule, time: float) -> dict[str, Any]:
     labels or annotations, by which a GitOps tool would take it for an object that is missing in Git.
     """
     metadata, at = schedule.metadata, format_time(time)
+    # From the first moment on, so that it need not wait for it.
+    tied = schedule.spec.template.spec.deletion_policy == "Delete"
     return {
         "apiVersion": names.API_VERSION,
         "kind": names.CHECKPOINT_KIND,
@@ -158,6 +160,7 @@ def child(schedule: GymCheckpointSchedule, time: float) -> dict[str, Any]:
                 names.SCHEDULE_UID_LABEL: metadata.uid,
             },
             "annotations": {names.SCHEDULED_AT: at},
+            **({"finalizers": [names.DATA_FINALIZER]} if tied else {}),
         },
         "spec": schedule.spec.template.spec.document(),
     }

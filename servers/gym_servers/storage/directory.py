@@ -93,6 +93,17 @@ class DirectoryStore:
             raise _unusable(base, error) from error
         return found
 
+    def delete(self, key: str) -> None:
+        path = self._path(key)
+        try:
+            path.unlink(missing_ok=True)
+            if path.parent.is_dir():
+                _sync(path.parent)
+        except NotADirectoryError:
+            return
+        except OSError as error:
+            raise _unusable(path, error) from error
+
     def _path(self, key: str) -> Path:
         path = (self._root / key).absolute()
         if ".." in Path(key).parts or not path.is_relative_to(self._root):

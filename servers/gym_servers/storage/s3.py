@@ -13,6 +13,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -21,7 +22,7 @@ from gym_servers.protocol.digests import sha256
 from gym_servers.stack.settings import S3Encryption, S3Settings
 from gym_servers.storage.s3_access import AccessSource, S3Access, S3Credentials, access_of_process
 from gym_servers.storage.s3_errors import STALE, code_of, refused, unanswered
-from gym_servers.storage.store import ObjectConflict, StorageError, StorageProblem
+from gym_servers.storage.store import ObjectConflict, ObjectMissing, StorageError, StorageProblem
 
 __all__ = ["S3Credentials", "S3Store"]
 
@@ -90,6 +91,11 @@ class S3Store:
             if not page.get("IsTruncated"):
                 return found
             arguments["ContinuationToken"] = page["NextContinuationToken"]
+
+    def delete(self, key: str) -> None:
+        place = {"Bucket": self._bucket, "Key": self._key(key)}
+        with suppress(ObjectMissing):
+            self._request(f"{self.uri}/{key}", lambda client: client.delete_object(**place))
 
     def _key(self, key: str) -> str:
         return f"{self._prefix}/{key}" if self._prefix else key

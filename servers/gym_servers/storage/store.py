@@ -78,3 +78,7 @@ class ObjectStore(Protocol):
     def list(self, prefix: str) -> dict[str, int]:
         """Keys below a prefix, with sizes in bytes."""
         ...
+
+    def delete(self, key: str) -> None:
+        """Remove an object. One that is not there is a success."""
+        ...

@@ -1,4 +1,4 @@
-"""The API server's part that the operator stands on, in memory: versions, conflicts, UIDs, and who is told.
+"""The API server's part that the operator stands on, in memory: versions, conflicts, UIDs, finalizers, watches.
 
 `before_write` is called before each write and may raise, as a network does; so a test can lose any of them.
 `permitted` is asked before each request, as an API server asks its roles.
@@ -79,8 +79,13 @@ class FakeKube:
     async def replace(self, resource: Resource, namespace: str, body: Body) -> Body:
         self._writing("replace", resource, body["metadata"]["name"])
         found = self._current(resource, namespace, body)
-        metadata = {**found["metadata"], **body["metadata"], "generation": found["metadata"]["generation"] + 1}
+        changed = body.get("spec") != found.get("spec")
+        generation = found["metadata"]["generation"] + changed
+        metadata = {**found["metadata"], **body["metadata"], "generation": generation}
         status = {"status": found["status"]} if "status" in found else {}
+        if metadata.get("deletionTimestamp") and not metadata.get("finalizers"):
+            self.remove(resource, namespace, metadata["name"])
+            return {**body, "metadata": metadata}
         return self._stored((resource, namespace, metadata["name"]), {**body, "metadata": metadata, **status})
 
     async def replace_status(self, resource: Resource, namespace: str, body: Body) -> Body:
@@ -97,7 +102,16 @@ class FakeKube:
         found = self._found(resource, namespace, name)
         if uid is not None and found["metadata"]["uid"] != uid:
             raise Conflict(409, f"{name} has another UID")
-        self.remove(resource, namespace, name)
+        self.let_go(resource, namespace, name)
+
+    def let_go(self, resource: Resource, namespace: str, name: str) -> None:
+        """Delete, as somebody else than the operator: an object with finalizers stays until they are gone."""
+        found = self._found(resource, namespace, name)
+        if not found["metadata"].get("finalizers"):
+            self.remove(resource, namespace, name)
+        elif not found["metadata"].get("deletionTimestamp"):
+            metadata = {**found["metadata"], "deletionTimestamp": format_time(self._wall())}
+            self._stored((resource, namespace, name), {**found, "metadata": metadata})
 
     def remove(self, resource: Resource, namespace: str, name: str) -> None:
         body = self.objects.pop((resource, namespace, name))

@@ -102,6 +102,11 @@ class BucketView:
         self._bucket.read()
         return self._store.list(prefix)
 
+    def delete(self, key: str) -> None:
+        self._living()
+        self._bucket.read()
+        self._store.delete(key)
+
     def _living(self) -> None:
         if self._alive.died.is_set():
             raise StorageError("whoever is dead reaches no storage")

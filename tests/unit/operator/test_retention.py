@@ -19,7 +19,7 @@ from gym_servers.storage.cells import order_of
 
 NOW = 1_800_000_000.0
 STACK = "stack-uid"
-NEEDS = rules.Needs(STACK, frozenset(), frozenset())
+NEEDS = rules.Needs(STACK)
 
 
 def entry(number: int, phase: str = "Succeeded", age: float = 0.0, **changes: Any) -> Entry:
@@ -144,7 +144,7 @@ def test_k4_a_checkpoint_that_the_servers_refused_is_not_the_last_good_one() -> 
 def test_k4_what_something_is_restored_from_stays() -> None:
     found = [entry(n) for n in (1, 2, 3, 4)]
     uris = [each.parts[0].uri for each in found]
-    needs = replace(NEEDS, uris=frozenset({uris[0]}))
+    needs = replace(NEEDS, restoring=frozenset({uris[0]}))
     assert uids(rules.expendable(found, found, needs, {uris[1]})) == {"uid-3"}
 
 
@@ -180,7 +180,10 @@ def test_k4_a_stack_needs_what_it_is_being_restored_from() -> None:
     for stage in (Stage.REPLACING, Stage.STARTING, Stage.STALLED):
         record = CellRecord(stage=stage, restore=choice("s3://b/old"), refused=["s3://b/bad"])
         assert rules.needs_of(stack(record, "s3://b/new")) == rules.Needs(
-            STACK, frozenset({"s3://b/old", "s3://b/new"}), frozenset({"s3://b/bad"})
+            STACK,
+            restoring=frozenset({"s3://b/old"}),
+            last=frozenset({"s3://b/new"}),
+            refused=frozenset({"s3://b/bad"}),
         )
     running = CellRecord(stage=Stage.RUNNING, restore=choice("s3://b/old"))
     assert rules.needs_of(stack(running)) == NEEDS

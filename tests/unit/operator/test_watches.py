@@ -13,7 +13,11 @@ async def test_our_work_is_ended_before_the_framework_waits_for_it() -> None:
     async def end() -> None:
         ended.append(True)
 
-    services: Any = type("Services", (), {"cache": None, "kube": None, "events": None, "wall": None})()
+    services: Any = type(
+        "Services",
+        (),
+        {"cache": None, "kube": None, "events": None, "wall": None, "monotonic": None, "cluster": None},
+    )()
     handlers = registry(Fleet(services), None, end, cluster_wide=True)
     for handler in handlers._activities.get_all_handlers():
         if handler.activity is Activity.CLEANUP:

@@ -1,0 +1,335 @@
+"""deletionPolicy under a whole operator: data goes with its object, only its own, and nothing is held for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gym_operator.api.names import DATA_FINALIZER
+from gym_operator.effects.kube import CHECKPOINTS, EVENTS, PODS, SCHEDULES, STACKS
+from gym_rig.cell import IDENTITY
+from gym_rig.operated import OperatedRig, operated
+from gym_rig.virtual import now
+from gym_servers.engine.rows import counter_rows
+from gym_servers.storage.directory import DirectoryStore
+from gym_servers.storage.manifest import CHECKPOINT
+from gym_servers.storage.ownership import OWNER, claim, owner_of
+from gym_servers.storage.removal import HOLDER
+from gym_servers.storage.store import StorageError
+
+SLOWLY = 1.0
+
+
+def rows() -> Any:
+    return counter_rows(6, 1)
+
+
+def there(rig: OperatedRig, name: str) -> bool:
+    return (CHECKPOINTS, IDENTITY.namespace, name) in rig.kube.objects
+
+
+def delete(rig: OperatedRig, name: str) -> None:
+    """As somebody with kubectl does."""
+    rig.kube.let_go(CHECKPOINTS, IDENTITY.namespace, name)
+
+
+def finalizers(rig: OperatedRig, name: str) -> list[str]:
+    body = rig.kube.objects[CHECKPOINTS, IDENTITY.namespace, name]
+    found: list[str] = body["metadata"].get("finalizers") or []
+    return found
+
+
+def data(status: dict[str, Any]) -> set[str]:
+    return {path.name for path in Path(status["uri"]).rglob("*") if path.is_file()}
+
+
+def said(rig: OperatedRig, reason: str) -> list[str]:
+    events = [body for (kind, _, _), body in rig.kube.objects.items() if kind == EVENTS]
+    return [event["message"] for event in events if event["reason"] == reason]
+
+
+def change(rig: OperatedRig, name: str, **spec: Any) -> None:
+    found = rig.kube.objects[CHECKPOINTS, IDENTITY.namespace, name]
+    metadata = {**found["metadata"], "generation": found["metadata"]["generation"] + 1}
+    rig.kube.set(CHECKPOINTS, IDENTITY.namespace, name, spec={**found["spec"], **spec}, metadata=metadata)
+
+
+async def taken(rig: OperatedRig, name: str, policy: str = "Delete") -> dict[str, Any]:
+    await rig.until(rig.in_service, "in service")
+    rig.checkpoint(name, deletionPolicy=policy)
+    await rig.until(lambda: rig.final(name), f"{name} is final")
+    status = rig.status(CHECKPOINTS, name)
+    assert status["phase"] == "Succeeded", status
+    return status
+
+
+async def test_data_goes_with_its_object_and_the_others_stay(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        kept = await taken(rig, "kept")
+        status = await taken(rig, "one")
+        assert status["stackUID"] == IDENTITY.uid
+        assert status["storage"] == {"directory": str(tmp_path / "checkpoints")}
+        assert HOLDER in data(status)
+        before = data(kept)
+        delete(rig, "one")
+        assert there(rig, "one")
+        await rig.until(lambda: not there(rig, "one"), "gone")
+        assert data(status) == set()
+        assert data(kept) == before
+        await rig.until(lambda: said(rig, "DataRemoved"), "said so")
+        rig.kube.remove(PODS, IDENTITY.namespace, "rig-agent-0")
+        await rig.until(lambda: rig.in_service(1), "recovered")
+        assert rig.status()["cells"][0]["recoveries"][-1]["checkpoint"] == kept["checkpointID"]
+
+
+async def test_k15_without_the_wish_there_is_no_finalizer_and_the_data_stays(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        status = await taken(rig, "one", "Retain")
+        assert finalizers(rig, "one") == []
+        before = data(status)
+        delete(rig, "one")
+        assert not there(rig, "one")
+        await asyncio.sleep(30)
+        assert data(status) == before
+
+
+async def test_the_policy_can_be_changed_at_any_time(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        status = await taken(rig, "one", "Retain")
+        change(rig, "one", deletionPolicy="Delete")
+        await rig.until(lambda: finalizers(rig, "one") == [DATA_FINALIZER], "tied")
+        await rig.until(lambda: rig.status(CHECKPOINTS, "one")["observedGeneration"] == 2, "seen")
+        change(rig, "one", deletionPolicy="Retain")
+        await rig.until(lambda: finalizers(rig, "one") == [], "loose")
+        await rig.until(lambda: rig.status(CHECKPOINTS, "one")["observedGeneration"] == 3, "seen")
+        assert data(status)
+        assert rig.status(CHECKPOINTS, "one")["phase"] == "Succeeded"
+
+
+@pytest.mark.parametrize("write", [1, 2, 3])
+@pytest.mark.parametrize("after", [False, True])
+async def test_an_operator_killed_at_any_write_of_a_removal_is_followed_by_one_that_ends_it(
+    tmp_path: Path, write: int, after: bool
+) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        status = await taken(rig, "one")
+        await asyncio.sleep(5)
+        assert rig.operator is not None
+        rig.operator.session.cut_at(write, after=after)
+        delete(rig, "one")
+        await rig.until(lambda: rig.operator is None or not there(rig, "one"), "killed")
+        rig.kill_operator()
+        rig.start_operator()
+        await rig.until(lambda: not there(rig, "one"), "gone")
+        assert data(status) == set()
+        rig.checkpoint("next")
+        await rig.until(lambda: rig.final("next"), "the next one")
+        assert rig.status(CHECKPOINTS, "next")["phase"] == "Succeeded"
+
+
+async def test_k1_an_object_that_is_deleted_before_anybody_looked_ends(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        await rig.until(rig.in_service, "in service")
+        rig.kill_operator()
+        body = {
+            "metadata": {"name": "unseen", "finalizers": [DATA_FINALIZER]},
+            "spec": {"stackRef": {"name": IDENTITY.name}, "deletionPolicy": "Delete"},
+        }
+        rig.kube.put(CHECKPOINTS, IDENTITY.namespace, body)
+        rig.checkpoint("untied", deletionPolicy="Delete")
+        astray = {**body, "metadata": {"name": "astray", "finalizers": [DATA_FINALIZER]}}
+        astray["spec"] = {"stackRef": {"name": "nobody"}, "deletionPolicy": "Delete"}
+        rig.kube.put(CHECKPOINTS, IDENTITY.namespace, astray)
+        for name in ("unseen", "untied", "astray"):
+            delete(rig, name)
+        assert not there(rig, "untied")
+        rig.start_operator()
+        began = now()
+        await rig.until(lambda: not there(rig, "unseen") and not there(rig, "astray"), "gone")
+        assert now() - began < 15
+
+
+@pytest.mark.parametrize("phase", ["Preparing", "Committing", "Publishing"])
+async def test_one_that_is_deleted_while_it_is_taken_is_given_up_and_leaves_nothing(
+    tmp_path: Path, phase: str
+) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        await rig.until(rig.in_service, "in service")
+        rig.checkpoint("unwanted", deletionPolicy="Delete")
+        await rig.reaches("unwanted", phase)
+        uri = rig.status(CHECKPOINTS, "unwanted")["uri"]
+        delete(rig, "unwanted")
+        await rig.until(lambda: not there(rig, "unwanted"), "gone")
+        assert data({"uri": uri}) <= {CHECKPOINT}, "a tombstone, so that nobody publishes it later"
+        await rig.until(lambda: "open" not in rig.record(), "settled")
+        assert rig.phases() == {"idle"}
+        assert (await taken(rig, "next"))["phase"] == "Succeeded"
+
+
+class Away:
+    """A bucket that takes nothing away, for as long as it is `away`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.away = True
+        original = DirectoryStore.delete
+
+        def delete(store: DirectoryStore, key: str) -> None:
+            if self.away:
+                raise StorageError("the bucket is full")
+            original(store, key)
+
+        monkeypatch.setattr(DirectoryStore, "delete", delete)
+
+
+async def test_k2_a_bucket_that_fails_for_a_while_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket = Away(monkeypatch)
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        status = await taken(rig, "one")
+        delete(rig, "one")
+        await rig.until(lambda: rig.status(CHECKPOINTS, "one").get("reason") == "StorageFailed", "said so")
+        assert rig.status(CHECKPOINTS, "one")["phase"] == "Deleting"
+        assert rig.status(CHECKPOINTS, "one")["message"] == "the bucket is full"
+        bucket.away = False
+        await rig.until(lambda: not there(rig, "one"), "gone")
+        assert data(status) == set()
+
+
+async def test_k2_a_bucket_that_fails_for_ever_holds_nothing_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Away(monkeypatch)
+    async with operated(tmp_path, rows(), rate=0.1) as rig:
+        status = await taken(rig, "one")
+        delete(rig, "one")
+        await asyncio.sleep(590)
+        assert there(rig, "one")
+        await rig.until(lambda: not there(rig, "one"), "let go of")
+        await rig.until(lambda: said(rig, "DataLeft"), "said so")
+        assert status["uri"] in said(rig, "DataLeft")[0]
+        assert "the bucket is full" in said(rig, "DataLeft")[0]
+
+
+async def test_k2_credentials_that_are_gone_hold_an_object_for_a_minute(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        status = await taken(rig, "one")
+        elsewhere = {"s3": {"bucket": "bucket", "credentialsSecret": "gone"}}
+        found = {**rig.status(CHECKPOINTS, "one"), "storage": elsewhere}
+        rig.kube.set(CHECKPOINTS, IDENTITY.namespace, "one", status=found)
+        delete(rig, "one")
+        await asyncio.sleep(50)
+        assert there(rig, "one")
+        await rig.until(lambda: not there(rig, "one"), "let go of")
+        await rig.until(lambda: said(rig, "DataLeft"), "said so")
+        assert "Secret gone" in said(rig, "DataLeft")[0]
+        assert data(status)
+
+
+async def test_k3_after_the_storage_was_pointed_elsewhere_only_its_own_data_goes(tmp_path: Path) -> None:
+    """The same names lead to the data of another checkpoint: it is left alone, and the object goes."""
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        status = await taken(rig, "one")
+        place = Path(status["uri"])
+        (place / CHECKPOINT).write_text((place / CHECKPOINT).read_text().replace('"created":', '"created":1'))
+        (place / "proposal.json").unlink()
+        before = data(status)
+        delete(rig, "one")
+        await rig.until(lambda: not there(rig, "one"), "gone")
+        assert data(status) == before
+        await rig.until(lambda: said(rig, "DataLeft"), "said so")
+
+
+@pytest.mark.parametrize("marker", ["another", "none"])
+async def test_s6_what_is_marked_as_another_clusters_stays(tmp_path: Path, marker: str) -> None:
+    """As after one cluster was made from a copy of the other's state: both have the same objects, UIDs and all."""
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        status = await taken(rig, "one")
+        root = DirectoryStore(tmp_path / "checkpoints" / IDENTITY.uid)
+        owner = owner_of(root)
+        assert owner is not None
+        root.delete(OWNER)
+        if marker == "another":
+            claim(root, owner.model_copy(update={"cluster": "another"}))
+        before = data(status)
+        delete(rig, "one")
+        await rig.until(lambda: not there(rig, "one"), "gone")
+        assert data(status) == before
+        await rig.until(lambda: said(rig, "DataLeft"), "said so")
+
+
+async def test_k2_an_emptied_bucket_holds_nothing_up(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        await taken(rig, "one")
+        shutil.rmtree(tmp_path / "checkpoints")
+        began = now()
+        delete(rig, "one")
+        await rig.until(lambda: not there(rig, "one"), "gone")
+        assert now() - began < 10
+        assert not said(rig, "DataLeft")
+
+
+async def test_k18_data_goes_also_where_the_stack_is_gone(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        status = await taken(rig, "one")
+        rig.kube.remove(STACKS, IDENTITY.namespace, IDENTITY.name)
+        await asyncio.sleep(10)
+        delete(rig, "one")
+        await rig.until(lambda: not there(rig, "one"), "gone")
+        assert data(status) == set()
+
+
+async def test_k4_what_a_cell_is_being_restored_from_stays_until_it_is(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        status = await taken(rig, "one")
+        rig.pods_may_start = False
+        rig.kube.remove(PODS, IDENTITY.namespace, "rig-agent-0")
+        await rig.until(lambda: rig.record().get("attempt") == 1 and not rig.in_service(), "recovering")
+        delete(rig, "one")
+        await rig.until(lambda: rig.status(CHECKPOINTS, "one").get("reason") == "Held", "held")
+        await asyncio.sleep(60)
+        assert CHECKPOINT in data(status)
+        rig.pods_may_start = True
+        await rig.until(lambda: rig.in_service(1), "recovered")
+        assert rig.status()["cells"][0]["recoveries"][-1]["checkpoint"] == status["checkpointID"]
+        await rig.until(lambda: not there(rig, "one"), "gone")
+        assert data(status) == set()
+
+
+async def test_what_a_schedule_does_not_keep_goes_with_its_data(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows(), rate=0.3) as rig:
+        await rig.until(rig.in_service, "in service")
+        template = {"spec": {"stackRef": {"name": IDENTITY.name}, "deletionPolicy": "Delete"}}
+        spec = {"every": "20s", "keep": {"last": 1}, "template": template}
+        rig.kube.put(SCHEDULES, IDENTITY.namespace, {"metadata": {"name": "often"}, "spec": spec})
+        await asyncio.sleep(200)
+        folder = tmp_path / "checkpoints" / IDENTITY.uid / "cell-0" / "checkpoints"
+        assert len({path.parent for path in folder.rglob(CHECKPOINT)}) <= 3
+        names = [name for kind, _, name in rig.kube.objects if kind == CHECKPOINTS]
+        assert 1 <= len(names) <= 3
+        assert all(finalizers(rig, name) == [DATA_FINALIZER] for name in names)
+
+
+@pytest.mark.parametrize("halfway", [False, True])
+async def test_the_parts_of_all_cells_go(tmp_path: Path, halfway: bool) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY, cells=2) as rig:
+        await rig.until(rig.all_in_service, "in service")
+        rig.checkpoint("one", deletionPolicy="Delete")
+
+        def phases() -> list[str]:
+            return sorted(part["phase"] for part in rig.status(CHECKPOINTS, "one").get("cells", ()))
+
+        await rig.until(lambda: "Succeeded" in phases() if halfway else rig.final("one"), "far enough")
+        assert rig.final("one") is not halfway
+        uris = [part["uri"] for part in rig.status(CHECKPOINTS, "one")["cells"] if part.get("uri")]
+        delete(rig, "one")
+        await rig.until(lambda: not there(rig, "one"), "gone")
+        left = [data({"uri": uri}) for uri in uris]
+        assert set() in left and all(each <= {CHECKPOINT} for each in left)
+        rig.checkpoint("next")
+        await rig.until(lambda: rig.final("next"), "the next one")
+        assert rig.status(CHECKPOINTS, "next")["phase"] == "Succeeded"
