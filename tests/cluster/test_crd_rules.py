@@ -53,6 +53,7 @@ SCHEDULE: dict[str, Any] = {
     "metadata": {"name": "often", "namespace": "default"},
     "spec": {"every": "2m", "template": {"spec": {"stackRef": {"name": "demo"}}}},
 }
+PLACE = {"uri": "s3://bucket/team/x", "digest": "0" * 64}
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +178,7 @@ def test_a_checkpoint_s_spec_never_changes_but_for_how_it_is_kept(kubectl: Kubec
         {"labels": {"step": "8"}},
         {"stackRef": {"name": "other"}},
         {"timeouts": {"prepare": "1m"}},
+        {"source": PLACE},
         {"labels": None},
     ):
         spec = {key: value for key, value in {**CHECKPOINT["spec"], **change}.items() if value is not None}
@@ -232,6 +234,8 @@ def test_a_schedule_can_be_changed(kubectl: Kubectl) -> None:
 OTHER_REFUSALS: list[tuple[dict[str, Any], Change, str]] = [
     (CHECKPOINT, lambda b: b["spec"].update(ttl="1 week"), "a unit: 90m, 12h or 7d"),
     (CHECKPOINT, lambda b: b["spec"].update(deletionPolicy="Keep"), "Unsupported value"),
+    (CHECKPOINT, lambda b: b["spec"].update(source={**PLACE, "digest": "abc"}), "64 hex digits"),
+    (CHECKPOINT, lambda b: b["spec"].update(source=PLACE, timeouts={"prepare": "1m"}), "leave timeouts out"),
     (SCHEDULE, lambda b: b["spec"].pop("every"), "exactly one of schedule"),
     (SCHEDULE, lambda b: b["spec"].update(schedule="* * * * *"), "exactly one of schedule"),
     (SCHEDULE, lambda b: b["spec"].update(timeZone="UTC"), "timeZone belongs to schedule"),
@@ -241,6 +245,7 @@ OTHER_REFUSALS: list[tuple[dict[str, Any], Change, str]] = [
     (SCHEDULE, lambda b: b["spec"].update(concurrencyPolicy="Allow"), "Unsupported value"),
     (SCHEDULE, lambda b: b["spec"].update(keep={"last": 0}), "greater than or equal to 1"),
     (SCHEDULE, lambda b: b["spec"]["template"].update(metadata={"labels": {INSTANCE: "x"}}), f"leave {INSTANCE} out"),
+    (SCHEDULE, lambda b: b["spec"]["template"]["spec"].update(source=PLACE), "unknown field"),
     (SCHEDULE, lambda b: b["metadata"].update(name="a" * 64), "may not be more than 63"),
 ]
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from gym_operator.api.conditions import Condition
 from gym_operator.api.driver import DriverState
@@ -24,7 +25,7 @@ from gym_operator.api.objects import (
 from gym_operator.api.stack import MAX_PARTICIPANTS, ProtocolPhase, SessionText
 from gym_servers.stack.durations import Age, Duration
 from gym_servers.stack.settings import ParticipantKind, describe
-from gym_servers.stack.spec import MAX_CELLS, MAX_WORKLOAD_NAME, SpecError
+from gym_servers.stack.spec import MAX_CELLS, MAX_WORKLOAD_NAME, SpecError, StorageUri
 from gym_servers.stack.wire import (
     FREE_OBJECT,
     LABEL_HINT,
@@ -37,6 +38,10 @@ from gym_servers.stack.wire import (
 )
 
 CheckpointPhase = Literal["Pending", "Preparing", "Committing", "Publishing", "Succeeded", "Failed", "Deleting"]
+SHA256_PATTERN: Final = r"^[0-9a-f]{64}$"
+SHA256_HINT: Final = "write the 64 hex digits of a SHA-256"
+_ADOPTS: Final = "source names a checkpoint that was taken before: leave timeouts out"
+
 DeletionPolicy = Literal["Retain", "Delete"]
 MUTABLE: Final = ("deletionPolicy", "ttl")
 """Fields of a spec that say how a checkpoint is kept, and may be changed when it is done."""
@@ -110,6 +115,15 @@ class CheckpointRequest(WireModel):
     stack, and one that is being restored, stay all the same. It can be changed at any time."""
 
 
+class CheckpointSource(WireModel):
+    """A checkpoint that is in storage already."""
+
+    uri: StorageUri
+    """Where it is: the folder that holds its checkpoint.json. It is read as the stack of stackRef reads its own."""
+    digest: Annotated[str, StringConstraints(max_length=64), matches(SHA256_PATTERN, SHA256_HINT)]
+    """SHA-256 of its checkpoint.json, as the status of a GymCheckpoint has it."""
+
+
 def _rules(schema: dict[str, Any]) -> None:
     """Nothing of a spec may change but what says how it is kept: a rule over all other fields there are."""
     fields = [name for name in schema["properties"] if name not in MUTABLE]
@@ -119,7 +133,8 @@ def _rules(schema: dict[str, Any]) -> None:
             " && ".join(f"({each})" for each in same),
             f"a checkpoint's spec never changes, except {' and '.join(MUTABLE)}: "
             "create another GymCheckpoint instead",
-        )
+        ),
+        rule("!has(self.source) || !has(self.timeouts)", _ADOPTS),
     ]
 
 
@@ -127,6 +142,15 @@ class CheckpointSpec(CheckpointRequest):
     """What is to be checkpointed. It never changes, except for how it is kept."""
 
     model_config = ConfigDict(json_schema_extra=_rules)
+
+    source: CheckpointSource | None = None
+    """Makes this object stand for a checkpoint that was taken before, by this stack or another; none is taken."""
+
+    @model_validator(mode="after")
+    def _takes_or_adopts(self) -> Self:
+        if self.source is not None and self.timeouts is not None:
+            raise PydanticCustomError("checkpoint", "{hint}", {"hint": _ADOPTS})
+        return self
 
 
 class CheckpointParticipant(StatusModel):

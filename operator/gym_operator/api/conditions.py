@@ -79,6 +79,7 @@ class ConditionReason(StrEnum):
     PUBLISH_FAILED = "PublishFailed"
     PARTICIPANT_REFUSED = "ParticipantRefused"
     ABANDONED = "Abandoned"
+    SOURCE_INVALID = "SourceInvalid"
     DELETED = "Deleted"
     HELD = "Held"
     REMOVING = "Removing"

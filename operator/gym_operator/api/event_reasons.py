@@ -11,3 +11,4 @@ class Afterwards(StrEnum):
     LET_GO = "LetGo"
     DATA_REMOVED = "DataRemoved"
     DATA_LEFT = "DataLeft"
+    HELD_BY_ANOTHER = "HeldByAnother"

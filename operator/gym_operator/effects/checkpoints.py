@@ -22,6 +22,7 @@ from gym_operator.api.conditions import ConditionReason
 from gym_operator.api.objects import format_time
 from gym_operator.api.stack import LastCheckpoint
 from gym_operator.effects import checkpoint_part as parts
+from gym_operator.effects.adoptions import is_adoption
 from gym_operator.effects.cache import Cache, Key
 from gym_operator.effects.checkpoint_part import Part
 from gym_operator.effects.events import Events, Subject
@@ -133,6 +134,8 @@ class Checkpoints:
         self._collect()
         active = None
         for body in queue.in_order(self._cache.checkpoints_of(self._stack)):
+            if is_adoption(body):
+                continue
             writer = self._writer_of(body)
             if writer.status.phase in TERMINAL:
                 continue  # the watch has not told yet

@@ -17,6 +17,7 @@ from gym_operator.api.checkpoint import CheckpointStatus
 from gym_operator.api.conditions import ConditionReason
 from gym_operator.api.event_reasons import Afterwards
 from gym_operator.api.objects import format_time
+from gym_operator.effects.adoptions import HELD_BY_ANOTHER
 from gym_operator.effects.cache import Cache, Key
 from gym_operator.effects.events import Events, Level, Subject
 from gym_operator.effects.finalizers import set_finalizer
@@ -31,8 +32,8 @@ from gym_operator.rules.retention import needs_of
 from gym_servers.stack.settings import describe
 from gym_servers.stack.spec import StorageSpec
 from gym_servers.storage.ownership import Owner, check_deletable
-from gym_servers.storage.removal import Claim, NotOurs, Removed, remove
-from gym_servers.storage.store import ObjectStore, StorageError, StorageProblem
+from gym_servers.storage.removal import Claim, NotOurs, Removed, hold, remove
+from gym_servers.storage.store import ObjectConflict, ObjectStore, StorageError, StorageProblem
 
 log = logging.getLogger(__name__)
 
@@ -85,8 +86,10 @@ class Disposal:
         try:
             async with self._at_once:
                 match duty:
-                    case Duty.TIE | Duty.LOOSE:
-                        await self._set_finalizer(entry, present=duty is Duty.TIE)
+                    case Duty.TIE:
+                        await self._tie(entry)
+                    case Duty.LOOSE:
+                        await self._set_finalizer(entry, present=False)
                     case Duty.OBSERVE:
                         writer = await self._writer(entry)
                         await writer.put(phases.observed(writer.status, writer.generation))
@@ -94,10 +97,23 @@ class Disposal:
                         await self._dispose(entry)
         except (Gone, NotFound):
             self._cache.drop_checkpoint(Key(entry.namespace, entry.name), entry.uid)
-        except (KubeError, Superseded) as error:
+        except (KubeError, Superseded, NotOurs, StorageError) as error:
             log.warning("checkpoint %s/%s: %s", entry.namespace, entry.name, error)
         except Exception:
             log.exception("checkpoint %s/%s: what becomes of its data failed", entry.namespace, entry.name)
+
+    async def _tie(self, entry: Entry) -> None:
+        """One that was adopted to be kept, and is to go with its data now, has not claimed it yet."""
+        if entry.adopted and entry.final:
+            writer = await self._writer(entry)
+            storage = StackStorage(self._kube, entry.namespace)
+            await self._read(storage, writer.status)
+            try:
+                for part in entry.parts:
+                    await asyncio.to_thread(lambda uri: hold(storage.open(uri), entry.uid), part.uri)
+            except ObjectConflict:
+                self._say(entry, "Warning", *HELD_BY_ANOTHER)
+        await self._set_finalizer(entry, present=True)
 
     async def _dispose(self, entry: Entry) -> None:
         writer = await self._writer(entry)
@@ -130,11 +146,7 @@ class Disposal:
         await self._set_finalizer(entry, present=False)
 
     async def _remove(self, storage: StackStorage, status: CheckpointStatus, uri: str, claim: Claim) -> Removed:
-        try:
-            spec = StorageSpec.model_validate(status.storage or {}, by_alias=True, by_name=False)
-        except ValueError as error:
-            raise NotOurs(f"how {uri} is reached is not known: {describe(error)}") from error
-        await storage.read(spec)
+        await self._read(storage, status)
         above, _, directory = uri.rstrip("/").rpartition("/")
         before, _, below = uri.partition(f"/{claim.stack_uid}/")
 
@@ -156,6 +168,15 @@ class Disposal:
             if error.problem is StorageProblem.OWNED_BY_ANOTHER:
                 raise NotOurs(str(error)) from error
             raise
+
+    @staticmethod
+    async def _read(storage: StackStorage, status: CheckpointStatus) -> None:
+        """Learn how a checkpoint's storage is reached. Raises NotOurs, KubeError."""
+        try:
+            spec = StorageSpec.model_validate(status.storage or {}, by_alias=True, by_name=False)
+        except ValueError as error:
+            raise NotOurs(f"how its storage is reached is not known: {describe(error)}") from error
+        await storage.read(spec)
 
     async def _held(self, entry: Entry, status: CheckpointStatus) -> str:
         """Why its data cannot go yet; empty where it can. What its stack would continue from next is nobody's matter

@@ -17,6 +17,7 @@ from typing import Any, Final
 from gym_operator.api import names
 from gym_operator.api.conditions import ConditionReason
 from gym_operator.api.stack import GymStack, StackStatus
+from gym_operator.effects.adoptions import Adoptions
 from gym_operator.effects.cache import Key
 from gym_operator.effects.cell_worker import CellWorker, Orders, Parts
 from gym_operator.effects.checkpoints import Checkpoints, Side, pins
@@ -29,7 +30,7 @@ from gym_operator.effects.status_writers import Gone, StackWriter, Superseded
 from gym_operator.effects.storage import StackStorage
 from gym_operator.rules.cell_record import how_to_go_on, stopped_by
 from gym_operator.rules.checkpoint_phases import Origin
-from gym_operator.rules.checkpoint_queue import Situation
+from gym_operator.rules.checkpoint_queue import Obstacle, Situation
 from gym_operator.rules.observed import CellSeen, Observed
 from gym_operator.rules.spec_check import Problem, check_stack
 from gym_operator.rules.stack_status import differs_in_progress_only, stack_status, warnings
@@ -89,6 +90,9 @@ class StackWorker:
         self._pods = StackPods(services, self._subject)
         self._checkpoints = Checkpoints(
             services.kube, services.cache, services.events, key, self._storage.open, self._wake_cell, services.wall
+        )
+        self._adoptions = Adoptions(
+            services.kube, services.cache, services.events, key, self._storage.open, self.wake, services.wall
         )
         self._parts = Parts(services, self._subject, self._writer, self._pods, self._storage, self._checkpoints)
         self._cells: dict[int, tuple[CellWorker, asyncio.Task[None]]] = {}
@@ -168,6 +172,7 @@ class StackWorker:
         await asyncio.gather(*(cell.let_go(reason, message) for cell, _ in self._cells.values()))
         with suppress(Gone, Superseded, KubeError, StorageError):
             await self._checkpoints.close(reason, message)
+        self._adoptions.close()
         self._storage.close()
 
     # ---- one pass -----------------------------------------------------------------------------------------
@@ -194,6 +199,7 @@ class StackWorker:
         self._give_orders(stack)
         sides = {index: self._side(stack, problem, cell) for index, (cell, _) in self._cells.items()}
         await self._checkpoints.step(sides, stack.spec.checkpoints.cell_order)
+        await self._adoptions.step(self._unreadable(stack), self._checkpoints.origin)
         await self._conclude(lambda: self._observe(stack, generation, problem, ensured.trouble))
         return BUSY_SECONDS if self._checkpoints.waiting else CALM_SECONDS
 
@@ -367,6 +373,13 @@ class StackWorker:
             storage_proved=self._storage.state.ok is True,
         )
         return Side(situation, cell.controller, lambda: pins(record, participants, self._pods.of(cell.index)))
+
+    def _unreadable(self, stack: GymStack) -> Obstacle | None:
+        """What keeps checkpoints from being read through this stack's storage."""
+        if not stack.spec.checkpoints.enabled:
+            return ConditionReason.CHECKPOINTS_DISABLED, "checkpoints are turned off in this stack"
+        state = self._storage.state
+        return (state.reason, state.message) if state.ok is False else None
 
     async def _conclude(self, observe: Callable[[], Observed]) -> None:
         """Write the status, once and last; then the events, so that nobody reads of one without the other."""

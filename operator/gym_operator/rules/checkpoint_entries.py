@@ -46,6 +46,7 @@ class Entry:
     ttl: int | None
     deleting: bool
     policy: str = "Retain"
+    adopted: bool = False
     commit_seconds: int = 0
     tied: bool = False
     generation: int = 0
@@ -82,6 +83,7 @@ def entry_of(body: Mapping[str, Any]) -> Entry:
         ttl=_seconds(spec.get("ttl"), parse_age),
         deleting=bool(metadata.get("deletionTimestamp")),
         policy=str(spec.get("deletionPolicy") or "Retain"),
+        adopted=bool(spec.get("source")),
         commit_seconds=_seconds((spec.get("timeouts") or {}).get("commit"), parse_duration) or COMMIT_SECONDS,
         tied=names.DATA_FINALIZER in (metadata.get("finalizers") or ()),
         generation=int(metadata.get("generation") or 0),

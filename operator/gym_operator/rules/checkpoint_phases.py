@@ -35,7 +35,8 @@ OPEN: Final[frozenset[CheckpointPhase]] = frozenset({"Preparing", "Committing", 
 """Phases in which a coordinator is at work, or was when it ended."""
 
 TABLE: Final[Mapping[CheckpointPhase, frozenset[CheckpointPhase]]] = {
-    "Pending": frozenset({"Preparing", "Failed"}),
+    # One that is adopted succeeds at once: it was taken by somebody else.
+    "Pending": frozenset({"Preparing", "Succeeded", "Failed"}),
     "Preparing": frozenset({"Committing", "Failed"}),
     # An operator that finds everything durable publishes it, however far the one before had come in writing so.
     "Committing": frozenset({"Publishing", "Succeeded", "Failed"}),

@@ -17,6 +17,10 @@ PATIENCE_SECONDS: Final = 60.0
 the last cells."""
 
 
+Obstacle = tuple[ConditionReason, str]
+"""What only a person can mend: in a word, and for people."""
+
+
 @dataclass(frozen=True)
 class Situation:
     """A cell, as far as a checkpoint depends on it. `open_id` is the checkpoint that the cell's record has open;
@@ -27,7 +31,7 @@ class Situation:
     stage: Stage | None
     free: bool
     open_id: str | None
-    obstacle: tuple[ConditionReason, str] | None
+    obstacle: Obstacle | None
     storage_proved: bool = True
 
 

@@ -50,13 +50,12 @@ from gym_servers.coordination.record import (
 from gym_servers.coordination.restarts import BlockerRestarts
 from gym_servers.coordination.settle import choose, settle_left_open
 from gym_servers.coordination.verbs import forget_all, leased, renew, resume_all, retire_all
-from gym_servers.protocol.digests import sha256
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.messages import Status
-from gym_servers.storage.cells import directory_name, reserve_attempt
+from gym_servers.storage.cells import directory_name, publication_of, reserve_attempt
 from gym_servers.storage.locate import join
-from gym_servers.storage.manifest import CHECKPOINT, Publication, read_publication
-from gym_servers.storage.store import ObjectMissing, ObjectStore, StorageError
+from gym_servers.storage.manifest import Publication
+from gym_servers.storage.store import ObjectStore, StorageError
 
 TEND_SECONDS = 30.0
 
@@ -252,12 +251,9 @@ class CellController:
     def _publication(self, choice: Choice) -> Publication:
         """The chosen publication. Raises RecordsRefused where it is gone, or is another one by now."""
         try:
-            data = self._open_store(choice.uri).get(CHECKPOINT)
-        except ObjectMissing as error:
-            raise RecordsRefused(f"{CHECKPOINT} is not there any more") from error
-        if sha256(data) != choice.digest:
-            raise RecordsRefused(f"{CHECKPOINT} is not the one that was chosen")
-        return read_publication(data)
+            return publication_of(self._open_store(choice.uri), choice.digest)
+        except ProtocolError as error:
+            raise RecordsRefused(error.detail) from error
 
     async def _after_install(self, seen: Mapping[str, d.Seen]) -> d.Step | None:
         """What follows from an installation that has ended since the last look."""

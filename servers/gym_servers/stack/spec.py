@@ -87,7 +87,7 @@ ObjectName = Annotated[
     StringConstraints(max_length=253),
     matches(r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", "use lower-case letters, digits, dashes and dots"),
 ]
-Uri = Annotated[
+StorageUri = Annotated[
     str,
     StringConstraints(max_length=1024),
     matches(r"^(s3://[a-z0-9][-a-z0-9.]*[a-z0-9]/.+|[^:]+)$", "write s3://bucket/key, or a path"),
@@ -146,9 +146,9 @@ class CollectionSpec(WireModel):
 
     model_config = with_rules(rule("self.output.startsWith('s3://')", _OUTPUT_S3))
 
-    tasks: Uri
+    tasks: StorageUri
     """Where the tasks are, one JSON object a line: s3://bucket/key, or a path inside the image."""
-    output: Uri
+    output: StorageUri
     """Where the rows go: s3://bucket/prefix."""
     repeats: int = Field(1, ge=1, le=10_000)
     """Rollouts per task."""

@@ -65,6 +65,21 @@ def settle(store: ObjectStore, wanted: Publication) -> Publication:
     return read_publication(store.get(CHECKPOINT))
 
 
+def publication_of(store: ObjectStore, digest: str) -> Publication:
+    """The publication whose document has this SHA-256. Raises `invalid_checkpoint_state` where it is not there any
+    more, or is another one."""
+    try:
+        data = store.get(CHECKPOINT)
+    except ObjectMissing as error:
+        raise ProtocolError("invalid_checkpoint_state", f"{CHECKPOINT} is not there") from error
+    if sha256(data) != digest:
+        raise ProtocolError("invalid_checkpoint_state", f"{CHECKPOINT} is not the one with this digest")
+    publication = read_publication(data)
+    if publication.state != "published":
+        raise ProtocolError("invalid_checkpoint_state", "the checkpoint was given up")
+    return publication
+
+
 def published(cell: ObjectStore) -> list[tuple[str, Publication, str]]:
     """The published checkpoints of a cell, newest first: directory key, publication, and its SHA-256.
 

@@ -82,6 +82,20 @@ def test_a_checkpoint_s_scope_stop_and_driver_state() -> None:
     assert (plain.episodes, plain.stop_after, plain.driver_state) == (None, False, None)
 
 
+def test_what_is_adopted_is_not_taken() -> None:
+    source = {"uri": "s3://bucket/team/x", "digest": "0" * 64}
+    spec: dict[str, Any] = {"stackRef": {"name": "demo"}, "source": source}
+    assert GymCheckpoint.parse({"metadata": METADATA, "spec": spec}).spec.source is not None
+    for wrong, says in (
+        ({"timeouts": {"prepare": "30s"}}, "leave timeouts out"),
+        ({"source": {**source, "digest": "abc"}}, "64 hex digits"),
+        ({"source": {"uri": source["uri"]}}, "digest"),
+        ({"deletionPolicy": "Keep"}, "deletionPolicy"),
+    ):
+        with pytest.raises(SpecError, match=says):
+            GymCheckpoint.parse({"metadata": METADATA, "spec": {**spec, **wrong}})
+
+
 @pytest.mark.parametrize(
     "spec",
     [
