@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,9 +12,13 @@ from typing import Any
 import pytest
 
 from gym_rig.cell import TOKEN, Rig, cell
+from gym_rig.virtual import settle
 from gym_rig.wire import code, foreign, ok, post, serving
+from gym_servers.capture.ledger import CallRecord
 from gym_servers.engine.rows import TOOLS, counter_rows
+from gym_servers.model import app as model_app
 from gym_servers.protocol import headers
+from gym_servers.protocol.errors import ProtocolError
 
 WORDS = "add 5 then get the count"
 CHAT = {
@@ -262,3 +268,26 @@ async def test_c14_versions_that_the_engine_tells_elsewhere_are_of_the_tokens_be
         await chat(rig, "1.2", messages=[{"role": "user", "content": "add 7"}])
         ledger = await rig.participant("policy").ledger("x")
         assert [[span.version for span in call.spans] for call in ledger.calls] == [["w1"], ["w1..w2"]]
+
+
+async def test_what_a_call_ends_with_after_its_handler_is_no_fault(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Staying:
+        async def receive(self) -> dict[str, Any]:
+            return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
+
+    async def work() -> CallRecord:
+        try:
+            return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
+        except asyncio.CancelledError:
+            raise ProtocolError("stale_attempt", "r was retired") from None
+
+    handler = asyncio.create_task(model_app._while_connected(Staying(), work()))  # type: ignore[arg-type]
+    await settle()
+    handler.cancel()
+    await asyncio.wait([handler])
+    await settle()
+    del handler
+    gc.collect()
+    assert "never retrieved" not in caplog.text

@@ -90,10 +90,10 @@ async def test_kills_inside_of_generations_change_nothing_and_cost_nothing_that_
     killed, total = 0, sum(len(turn.ids) for turns in expected.values() for turn in turns)
     async with collecting(folder, engine, rows_of_tests(), cut_at_engine=where == "engine") as run:
         for round_ in range(1, ROUNDS + 1):
-            await run.until("progress", _after(run, source.uniform(0.15, 0.35) * total))
+            await run.until("progress", _after(run, source.uniform(0.05, 0.2) * total))
             taken = await run.runner.checkpoint(f"cut-{round_}")
             assert taken.publication.state == "published"
-            await run.until("a generation to interrupt", _after(run, source.uniform(0.01, 0.1) * total))
+            await run.until("a generation to interrupt", _after(run, source.uniform(0.01, 0.05) * total))
             killed += run.generating() > 0
             run.kill(source.choice(VICTIMS))
             await run.in_service(round_)

@@ -222,6 +222,7 @@ def _stem(call: Call) -> str:
 async def _while_connected(request: Request, work: Any) -> CallRecord:
     """The result of `work`, which is told to end when the caller goes away."""
     task = asyncio.ensure_future(work)
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be left to see it
     left = asyncio.ensure_future(_disconnected(request))
     try:
         await asyncio.wait({task, left}, return_when=asyncio.FIRST_COMPLETED)

@@ -143,7 +143,7 @@ def test_k7_a_child_carries_what_is_its_own_and_nothing_of_its_schedule() -> Non
         "labels": {"tier": "gold", names.SCHEDULE_LABEL: "often", names.SCHEDULE_UID_LABEL: "schedule-uid"},
         "annotations": {names.SCHEDULED_AT: "2027-01-15T08:02:00Z"},
     }
-    assert body["spec"] == {**template["spec"], "deletionPolicy": "Retain"}
+    assert body["spec"] == {**template["spec"], "deletionPolicy": "Retain", "stopAfter": False}
     assert "finalizers" not in body["metadata"]
     template["spec"]["deletionPolicy"] = "Delete"
     tied = rules.child(schedule(template=template), NOW + 120)
