@@ -316,6 +316,8 @@ class World:
         self.heal()
         for predecessor in self.coordinators[:-1]:
             predecessor.kill()
+        if self.coordinator.is_behind:  # it would end at its next save, and then nobody would be left
+            self.coordinator_dies()
         if not self.coordinated:
             self.take_over()
         require(self.until(self.back, LONGEST_SECONDS), 4, f"the cell is not put into service: {self.story()}")

@@ -46,6 +46,11 @@ class CoordinatorProcess:
                 self.view = await self.controller.look()
             await asyncio.sleep(self._look_seconds)
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether somebody else has saved the record since: its own next save ends it."""
+        return self._saves_known != len(self.rig.saved)
+
     def kill(self) -> None:
         self.alive.kill()
 
@@ -59,7 +64,7 @@ class CoordinatorProcess:
 
     async def save(self, record: CellRecord) -> None:
         await asyncio.sleep(0.005)
-        if self._saves_known != len(self.rig.saved):
+        if self.is_behind:
             self.kill()
         await self._living()
         fault = self.save_faults.pop(0) if self.save_faults else None
