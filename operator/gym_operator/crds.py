@@ -17,6 +17,7 @@ import yaml
 
 from gym_operator.api import names
 from gym_operator.api.checkpoint import CheckpointSpec, CheckpointStatus
+from gym_operator.api.restore import RestoreSpec, RestoreStatus
 from gym_operator.api.schedule import MAX_SCHEDULE_NAME, ScheduleSpec, ScheduleStatus
 from gym_operator.api.stack import StackStatus
 from gym_operator.structural import structural_schema
@@ -137,6 +138,25 @@ KINDS = (
             _AGE,
         ),
         longest_name=MAX_SCHEDULE_NAME,
+    ),
+    Kind(
+        kind=names.RESTORE_KIND,
+        plural=names.RESTORE_PLURAL,
+        short="grst",
+        description="Brings a GymStack to a checkpoint. Create it to have the servers replaced and restored; once "
+        "Succeeded or Failed it never changes again.",
+        spec=RestoreSpec,
+        status=RestoreStatus,
+        columns=(
+            column("Stack", ".spec.stackRef.name"),
+            column("Phase", ".status.phase"),
+            column("Checkpoint", ".status.checkpoint.name", about="The checkpoint that was chosen."),
+            column("Continued", ".status.continuedCount", "integer", about="Rollouts that continue from it."),
+            column("Reason", ".status.reason", wide=True),
+            column("URI", ".status.cells[0].uri", wide=True),
+            column("Digest", ".status.cells[0].digest", wide=True),
+            _AGE,
+        ),
     ),
 )
 

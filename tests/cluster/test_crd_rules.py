@@ -53,6 +53,12 @@ SCHEDULE: dict[str, Any] = {
     "metadata": {"name": "often", "namespace": "default"},
     "spec": {"every": "2m", "template": {"spec": {"stackRef": {"name": "demo"}}}},
 }
+RESTORE: dict[str, Any] = {
+    "apiVersion": "gymops.dev/v1alpha1",
+    "kind": "GymRestore",
+    "metadata": {"name": "back", "namespace": "default"},
+    "spec": {"stackRef": {"name": "demo"}, "checkpointRef": {"name": "first"}},
+}
 PLACE = {"uri": "s3://bucket/team/x", "digest": "0" * 64}
 
 
@@ -231,6 +237,15 @@ def test_a_schedule_can_be_changed(kubectl: Kubectl) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_a_restore_never_changes(kubectl: Kubectl) -> None:
+    done = kubectl("apply", "--filename=-", given=RESTORE)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(kubectl("get", "grst", "back", "--output=json").stdout)["spec"]["backoffLimit"] == 3
+    done = kubectl("apply", "--filename=-", given={**RESTORE, "spec": {**RESTORE["spec"], "backoffLimit": 5}})
+    assert done.returncode != 0
+    assert "create another GymRestore instead" in done.stderr
+
+
 OTHER_REFUSALS: list[tuple[dict[str, Any], Change, str]] = [
     (CHECKPOINT, lambda b: b["spec"].update(ttl="1 week"), "a unit: 90m, 12h or 7d"),
     (CHECKPOINT, lambda b: b["spec"].update(deletionPolicy="Keep"), "Unsupported value"),
@@ -247,6 +262,10 @@ OTHER_REFUSALS: list[tuple[dict[str, Any], Change, str]] = [
     (SCHEDULE, lambda b: b["spec"]["template"].update(metadata={"labels": {INSTANCE: "x"}}), f"leave {INSTANCE} out"),
     (SCHEDULE, lambda b: b["spec"]["template"]["spec"].update(source=PLACE), "unknown field"),
     (SCHEDULE, lambda b: b["metadata"].update(name="a" * 64), "may not be more than 63"),
+    (RESTORE, lambda b: b["spec"].pop("checkpointRef"), "exactly one of checkpointRef"),
+    (RESTORE, lambda b: b["spec"].update(PLACE), "exactly one of checkpointRef"),
+    (RESTORE, lambda b: b["spec"].update(digest="0" * 64), "uri needs digest"),
+    (RESTORE, lambda b: b["spec"].update(labels={"step": "7"}), "exactly one of checkpointRef"),
 ]
 
 
@@ -284,7 +303,7 @@ def test_all_kinds_are_in_the_category_and_have_short_names(kubectl: Kubectl) ->
     assert kubectl("apply", "--filename=-", given=STACK).returncode == 0
     everything = kubectl("get", "gym").stdout
     assert "gymstack.gymops.dev/demo" in everything
-    for short in ("gstack", "gckpt", "gsched"):
+    for short in ("gstack", "gckpt", "gsched", "grst"):
         assert kubectl("get", short).stdout.splitlines()[0].split()[0] == "NAME"
 
 

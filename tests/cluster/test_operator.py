@@ -20,7 +20,7 @@ import pytest
 from gym_kit.operator_rig import NAMESPACE, OperatorRig
 from gym_kit.progress import Progress
 from gym_operator.api import names
-from gym_operator.effects.kube import CHECKPOINTS, CHILDREN, PODS, SECRETS, STACKS
+from gym_operator.effects.kube import CHECKPOINTS, CHILDREN, PODS, RESTORES, SCHEDULES, SECRETS, STACKS
 from gym_servers.protocol.messages import PREFIX
 from gym_servers.storage.manifest import CHECKPOINT, read_publication
 
@@ -42,7 +42,7 @@ def rig(shared: OperatorRig) -> Iterator[OperatorRig]:
     if not shared.operator_runs:
         shared.start_operator()
     yield shared
-    for resource in (CHECKPOINTS, STACKS):
+    for resource in (SCHEDULES, RESTORES, CHECKPOINTS, STACKS):
         for body in shared.run(shared.kube.list_all(resource, NAMESPACE)).items:
             shared.delete(resource, body["metadata"]["name"])
     shared.until("the pods are gone", lambda: not pods(shared), 60)
@@ -207,6 +207,58 @@ def test_a_suspended_stack_continues_from_its_checkpoint(rig: OperatorRig) -> No
     rig.change("pause", lambda spec: spec.update(suspend=False))
     rig.until("it runs again", lambda: running(rig, "pause", 1), RECOVERY_SECONDS)
     assert rig.cell("pause")["recoveries"][-1]["checkpoint"] == kept["checkpointID"]
+
+
+def test_checkpoints_at_their_times_are_let_go_with_their_data_and_one_is_restored(rig: OperatorRig) -> None:
+    rig.apply("timed", rollouts=200)  # more than get done meanwhile
+    rig.until("rollouts are under way", lambda: under_way(rig, "timed"), START_SECONDS)
+    template = {"spec": {"stackRef": {"name": "timed"}, "deletionPolicy": "Delete", "labels": {"step": "7"}}}
+    spec = {"every": "10s", "keep": {"last": 1}, "template": template}
+    rig.run(rig.kube.create(SCHEDULES, NAMESPACE, object_of(names.SCHEDULE_KIND, "often", spec)))
+
+    def made() -> dict[str, dict[str, Any]]:
+        found = rig.run(rig.kube.list_all(CHECKPOINTS, NAMESPACE, f"{names.SCHEDULE_LABEL}=often"))
+        return {body["metadata"]["name"]: body for body in found.items}
+
+    rig.until("the first is there", lambda: any(finished(rig, name) for name in made()), 90)
+    (first,) = [name for name in made() if finished(rig, name)]
+    uri = rig.status(CHECKPOINTS, first)["uri"]
+    assert rig.store(uri).list("")
+    rig.until("it is let go", lambda: first not in made(), 120)
+    assert rig.store(uri).list("") == {}
+    rig.run(rig.kube.replace(SCHEDULES, NAMESPACE, suspended(rig, "often")))
+    rig.until("nothing is under way", lambda: all(finished(rig, name) for name in made()), 60)
+    assert made(), "the newest stays"
+
+    source = {"stackRef": {"name": "timed"}, "labels": {"step": "7"}}
+    rig.run(rig.kube.create(RESTORES, NAMESPACE, object_of(names.RESTORE_KIND, "back", source)))
+    rig.until("it is restored", lambda: rig.status(RESTORES, "back").get("phase") == "Succeeded", RECOVERY_SECONDS)
+    restored = rig.status(RESTORES, "back")
+    assert restored["checkpoint"]["name"] in made()
+    assert rig.cell("timed")["recoveries"][-1]["checkpoint"] == restored["checkpoint"]["id"]
+    rows = rig.rows("timed")
+    rig.until("it goes on", lambda: rig.rows("timed") > rows, 60)
+
+    rig.delete(STACKS, "timed")
+    left = [rig.status(CHECKPOINTS, name)["uri"] for name in made()]
+    for name in made():
+        rig.delete(CHECKPOINTS, name)
+    rig.until("they are gone without their stack", lambda: not made(), 60)
+    assert all(rig.store(uri).list("") == {} for uri in left)
+
+
+def object_of(kind: str, name: str, spec: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "apiVersion": names.API_VERSION,
+        "kind": kind,
+        "metadata": {"name": name, "namespace": NAMESPACE},
+        "spec": spec,
+    }
+
+
+def suspended(rig: OperatorRig, schedule: str) -> dict[str, Any]:
+    body = rig.run(rig.kube.get(SCHEDULES, NAMESPACE, schedule))
+    return {**body, "spec": {**body["spec"], "suspend": True}}
 
 
 def test_a_stack_deleted_during_a_checkpoint_goes_at_once(rig: OperatorRig) -> None:

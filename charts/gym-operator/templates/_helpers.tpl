@@ -60,10 +60,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
   resources: [gymcheckpoints]
   verbs: [create, update, delete]
 - apiGroups: [gymops.dev]
-  resources: [gymcheckpointschedules]
+  resources: [gymcheckpointschedules, gymrestores]
   verbs: [get, list, watch]
 - apiGroups: [gymops.dev]
-  resources: [gymstacks/status, gymcheckpoints/status, gymcheckpointschedules/status]
+  resources: [gymstacks/status, gymcheckpoints/status, gymcheckpointschedules/status, gymrestores/status]
   verbs: [update]
 # Children block the deletion of their stack, which takes the right to change the stack's finalizers.
 - apiGroups: [gymops.dev]

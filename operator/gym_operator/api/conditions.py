@@ -1,7 +1,7 @@
 """Conditions: what holds of an object now, for people, `kubectl wait` and GitOps tools.
 
-`Ready` speaks for the long-lived stack and schedule, `Succeeded` for the one-time checkpoint. `Stalled` is set when
-an object will not get further by itself: without it, tools wait for a failed object for ever.
+`Ready` speaks for the long-lived stack and schedule, `Succeeded` for the one-time checkpoint and restore. `Stalled`
+is set when an object will not get further by itself: without it, tools wait for a failed object for ever.
 """
 
 from __future__ import annotations
@@ -83,6 +83,15 @@ class ConditionReason(StrEnum):
     DELETED = "Deleted"
     HELD = "Held"
     REMOVING = "Removing"
+    # A restore
+    CHECKPOINT_NOT_FOUND = "CheckpointNotFound"
+    CHECKPOINT_NOT_READY = "CheckpointNotReady"
+    CHECKPOINT_FAILED = "CheckpointFailed"
+    CHECKPOINT_DELETED = "CheckpointDeleted"
+    MISFIT = "Misfit"
+    RECORDS_REFUSED = "RecordsRefused"
+    RESTORED = "Restored"
+    SUPERSEDED = "Superseded"
     # A schedule
     SCHEDULED = "Scheduled"
     OVERLAP = "Overlap"

@@ -22,6 +22,8 @@ CHECKPOINT_KIND: Final = "GymCheckpoint"
 CHECKPOINT_PLURAL: Final = "gymcheckpoints"
 SCHEDULE_KIND: Final = "GymCheckpointSchedule"
 SCHEDULE_PLURAL: Final = "gymcheckpointschedules"
+RESTORE_KIND: Final = "GymRestore"
+RESTORE_PLURAL: Final = "gymrestores"
 
 STACK_LABEL: Final = f"{GROUP}/stack"
 STACK_UID_LABEL: Final = f"{GROUP}/stack-uid"

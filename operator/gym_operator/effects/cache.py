@@ -1,4 +1,4 @@
-"""What the watches have told: stacks, checkpoints, schedules, and pods. Small, in memory, and only ever a hint.
+"""What the watches have told: objects of our kinds, and pods. Small, in memory, and only ever a hint.
 
 Whoever writes does so on a resource version, so acting on an old view costs a conflict and no more.
 """
@@ -68,6 +68,7 @@ class Cache:
         self.stacks: dict[Key, Mapping[str, Any]] = {}
         self.checkpoints: dict[Key, Mapping[str, Any]] = {}
         self.schedules = Objects()
+        self.restores = Objects()
         self._entries: dict[Key, Entry] = {}
         self._finished: dict[str, None] = {}
         self._pods: dict[str, dict[str, PodState]] = {}

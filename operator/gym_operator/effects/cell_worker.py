@@ -18,6 +18,7 @@ from gym_operator.effects.checkpoints import Checkpoints
 from gym_operator.effects.events import Subject
 from gym_operator.effects.kube import KubeError
 from gym_operator.effects.kube_host import KubeCellHost
+from gym_operator.effects.restores import Restores
 from gym_operator.effects.services import Services
 from gym_operator.effects.stack_pods import StackPods
 from gym_operator.effects.status_writers import Gone, StackWriter, Superseded
@@ -86,6 +87,7 @@ class Parts:
     pods: StackPods
     storage: StackStorage
     checkpoints: Checkpoints
+    restores: Restores
 
 
 class CellWorker:
@@ -254,6 +256,7 @@ class CellWorker:
         await self._refresh()
         try:
             self.view = await self._look(controller)
+            await self._p.restores.fulfil(self.index, controller)
         except StorageError as error:
             self._p.storage.failed(error)
             self.view, self._waits = None, f"storage: {error}"

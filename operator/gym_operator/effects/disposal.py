@@ -28,6 +28,7 @@ from gym_operator.rules import checkpoint_phases as phases
 from gym_operator.rules import disposal as rules
 from gym_operator.rules.checkpoint_entries import Entry
 from gym_operator.rules.disposal import Duty
+from gym_operator.rules.restores import held_by
 from gym_operator.rules.retention import needs_of
 from gym_servers.stack.settings import describe
 from gym_servers.stack.spec import StorageSpec
@@ -185,10 +186,14 @@ class Disposal:
             cell.uri is not None and cell.digest is None for cell in status.cells
         ) and self._wall() < rules.written_until(entry):
             return f"its servers may write until {format_time(rules.written_until(entry))}; then its data is removed"
+        uris = {cell.uri for cell in status.cells if cell.uri}
+        being_restored = "a cell is being restored from it; then its data is removed"
+        if not uris.isdisjoint(held_by(self._cache.restores.values())[0]):
+            return being_restored
         with suppress(NotFound):
             needs = needs_of(await self._kube.get(STACKS, entry.namespace, entry.stack))
-            if not needs.restoring.isdisjoint(cell.uri for cell in status.cells if cell.uri):
-                return "a cell is being restored from it; then its data is removed"
+            if not uris.isdisjoint(needs.restoring):
+                return being_restored
         return ""
 
     async def _set_finalizer(self, entry: Entry, *, present: bool) -> None:

@@ -16,13 +16,25 @@ from gym_operator.effects.cache import Key, key_of, stack_of, version_of
 from gym_operator.effects.checkpoints import writer_for
 from gym_operator.effects.disposal import Disposal
 from gym_operator.effects.events import Subject
-from gym_operator.effects.kube import CHECKPOINTS, PODS, SCHEDULES, STACKS, KubeError, Listing, NotFound, Resource
+from gym_operator.effects.kube import (
+    CHECKPOINTS,
+    PODS,
+    RESTORES,
+    SCHEDULES,
+    STACKS,
+    KubeError,
+    Listing,
+    NotFound,
+    Resource,
+)
 from gym_operator.effects.retention import Retention
 from gym_operator.effects.schedules import Schedules
 from gym_operator.effects.services import Services
-from gym_operator.effects.status_writers import Gone, Superseded
+from gym_operator.effects.status_writers import Gone, RestoreWriter, Superseded
 from gym_operator.effects.worker import StackWorker
 from gym_operator.rules import checkpoint_phases, checkpoint_queue
+from gym_operator.rules import restores as restore_rules
+from gym_operator.rules.restores import is_finished
 from gym_operator.rules.watch_health import Watches
 
 log = logging.getLogger(__name__)
@@ -34,7 +46,13 @@ DISPOSAL_SECONDS: Final = 0.5
 RESYNC_SECONDS: Final = 30.0
 STUCK_SECONDS: Final = 600.0
 """A pass may wait for a storage that does not answer, but not so long."""
-WATCHED: Final[Mapping[Resource, str]] = {STACKS: "", CHECKPOINTS: "", SCHEDULES: "", PODS: names.STACK_LABEL}
+WATCHED: Final[Mapping[Resource, str]] = {
+    STACKS: "",
+    CHECKPOINTS: "",
+    SCHEDULES: "",
+    RESTORES: "",
+    PODS: names.STACK_LABEL,
+}
 
 
 class Fleet:
@@ -79,6 +97,14 @@ class Fleet:
             self._cache.schedules.drop(key_of(body), body["metadata"]["uid"])
         else:
             self._cache.schedules.put(body)
+
+    def restore_event(self, deleted: bool, body: Mapping[str, Any]) -> None:
+        self._seen(RESTORES, body)
+        if deleted:
+            self._cache.restores.drop(key_of(body), body["metadata"]["uid"])
+        else:
+            self._cache.restores.put(body)
+        self._wake(stack_of(body))
 
     def pod_event(self, deleted: bool, body: Mapping[str, Any]) -> None:
         self._seen(PODS, body)
@@ -173,17 +199,34 @@ class Fleet:
                 log.exception("%s failed", step.__name__)
 
     async def _see_to_orphans(self) -> None:
-        """Checkpoints of stacks that are not there. The API server is asked, since watches may lag behind."""
+        """Checkpoints and restores of stacks that are not there. The API server is asked, since watches may lag
+        behind."""
         for body in list(self._cache.checkpoints.values()):
-            stack = stack_of(body)
-            if stack in self._cache.stacks:
-                continue
-            try:
-                self.stack_event(False, await self._s.kube.get(STACKS, stack.namespace, stack.name))
-                continue
-            except NotFound:
-                pass
-            await self._see_to_orphan(body, stack)
+            if await self._is_orphan(stack_of(body)):
+                await self._see_to_orphan(body, stack_of(body))
+        for body in self._cache.restores.values():
+            if not is_finished(body) and await self._is_orphan(stack_of(body)):
+                await self._see_to_lost_restore(body, stack_of(body))
+
+    async def _is_orphan(self, stack: Key) -> bool:
+        if stack in self._cache.stacks:
+            return False
+        try:
+            self.stack_event(False, await self._s.kube.get(STACKS, stack.namespace, stack.name))
+        except NotFound:
+            return True
+        return False
+
+    async def _see_to_lost_restore(self, body: Mapping[str, Any], stack: Key) -> None:
+        writer, now = RestoreWriter(self._s.kube, body), self._s.wall()
+        age = checkpoint_phases.age_seconds(body["metadata"]["creationTimestamp"], now)
+        status = restore_rules.without_stack(writer.status, stack.name, age, writer.generation, now)
+        try:
+            await writer.put(status)
+        except Gone:
+            self._cache.restores.drop(key_of(body), writer.uid)
+        except Superseded:
+            pass  # an old view: the next event brings a younger one
 
     async def _see_to_orphan(self, body: Mapping[str, Any], stack: Key) -> None:
         writer, now = writer_for(self._s.kube, body), self._s.wall()
@@ -239,12 +282,13 @@ class Fleet:
                         self._cache.drop_stack(key, known["metadata"]["uid"])
                 for key in {*self._cache.stacks, *self._workers}:
                     self._see_to(key)
-            case r if r == SCHEDULES:
+            case r if r in (SCHEDULES, RESTORES):
+                objects = self._cache.schedules if r == SCHEDULES else self._cache.restores
                 for body in listing.items:
-                    self._cache.schedules.put(body)
-                for known in self._cache.schedules.values():
+                    objects.put(body)
+                for known in objects.values():
                     if vanished(version_of(known), known["metadata"]["uid"], known["metadata"]["namespace"]):
-                        self._cache.schedules.drop(key_of(known), known["metadata"]["uid"])
+                        objects.drop(key_of(known), known["metadata"]["uid"])
             case _:
                 for body in listing.items:
                     self._cache.put_checkpoint(body)

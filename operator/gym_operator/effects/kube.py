@@ -71,6 +71,7 @@ class Listing(NamedTuple):
 STACKS: Final = Resource(names.GROUP, names.VERSION, names.STACK_PLURAL)
 CHECKPOINTS: Final = Resource(names.GROUP, names.VERSION, names.CHECKPOINT_PLURAL)
 SCHEDULES: Final = Resource(names.GROUP, names.VERSION, names.SCHEDULE_PLURAL)
+RESTORES: Final = Resource(names.GROUP, names.VERSION, names.RESTORE_PLURAL)
 PODS: Final = Resource("", "v1", "pods")
 NODES: Final = Resource("", "v1", "nodes")
 NAMESPACES: Final = Resource("", "v1", "namespaces")

@@ -18,6 +18,7 @@ from gym_operator.effects.events import Events, Subject
 from gym_operator.effects.kube import CHECKPOINTS, STACKS, Conflict, Kube, KubeError, NotFound
 from gym_operator.rules import retention as rules
 from gym_operator.rules.checkpoint_entries import Entry
+from gym_operator.rules.restores import held_by
 from gym_servers.stack.spec import SpecError
 
 log = logging.getLogger(__name__)
@@ -67,7 +68,8 @@ class Retention:
             needs = rules.needs_of(await self._kube.get(STACKS, stack.namespace, stack.name))
         except NotFound:
             needs = None
-        return rules.expendable(candidates, known, needs, ())
+        held = rules.Held(*held_by(self._cache.restores.values()))
+        return rules.expendable(candidates, known, needs, held)
 
     async def _delete(self, entry: Entry, why: str) -> None:
         try:

@@ -16,10 +16,12 @@ from typing import Any, Final, Generic, TypeVar
 from gym_operator.api import names
 from gym_operator.api.checkpoint import CheckpointStatus
 from gym_operator.api.objects import StatusModel
+from gym_operator.api.restore import RestoreStatus
 from gym_operator.api.schedule import ScheduleStatus
 from gym_operator.api.stack import CellStatus, StackStatus
 from gym_operator.effects.kube import (
     CHECKPOINTS,
+    RESTORES,
     SCHEDULES,
     STACKS,
     Body,
@@ -240,6 +242,12 @@ class ScheduleWriter(ObjectWriter[ScheduleStatus]):
     """The status of one GymCheckpointSchedule."""
 
     resource, kind, model = SCHEDULES, names.SCHEDULE_KIND, ScheduleStatus
+
+
+class RestoreWriter(ObjectWriter[RestoreStatus]):
+    """The status of one GymRestore."""
+
+    resource, kind, model = RESTORES, names.RESTORE_KIND, RestoreStatus
 
 
 def _body(kind: str, namespace: str, name: str, uid: str, version: str, status: Body) -> Body:

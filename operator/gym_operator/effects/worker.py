@@ -24,6 +24,7 @@ from gym_operator.effects.checkpoints import Checkpoints, Side, pins
 from gym_operator.effects.children import ChildProblem, ControlTokens, ensure_children, ensure_secret
 from gym_operator.effects.events import Subject
 from gym_operator.effects.kube import KubeError
+from gym_operator.effects.restores import Restores
 from gym_operator.effects.services import Services
 from gym_operator.effects.stack_pods import StackPods
 from gym_operator.effects.status_writers import Gone, StackWriter, Superseded
@@ -94,7 +95,20 @@ class StackWorker:
         self._adoptions = Adoptions(
             services.kube, services.cache, services.events, key, self._storage.open, self.wake, services.wall
         )
-        self._parts = Parts(services, self._subject, self._writer, self._pods, self._storage, self._checkpoints)
+        self._restores = Restores(
+            services.kube,
+            services.cache,
+            services.events,
+            key,
+            uid,
+            self._storage.open,
+            self.wake,
+            self._wake_cell,
+            services.wall,
+        )
+        self._parts = Parts(
+            services, self._subject, self._writer, self._pods, self._storage, self._checkpoints, self._restores
+        )
         self._cells: dict[int, tuple[CellWorker, asyncio.Task[None]]] = {}
         self._good: GymStack | None = None
         self._observe_now: Callable[[], Observed] | None = None
@@ -173,6 +187,7 @@ class StackWorker:
         with suppress(Gone, Superseded, KubeError, StorageError):
             await self._checkpoints.close(reason, message)
         self._adoptions.close()
+        self._restores.close()
         self._storage.close()
 
     # ---- one pass -----------------------------------------------------------------------------------------
@@ -200,8 +215,12 @@ class StackWorker:
         sides = {index: self._side(stack, problem, cell) for index, (cell, _) in self._cells.items()}
         await self._checkpoints.step(sides, stack.spec.checkpoints.cell_order)
         await self._adoptions.step(self._unreadable(stack), self._checkpoints.origin)
+        # A cell that has given up is just what a restore may help.
+        hindrance = self._obstacle(stack, problem) or self._unreadable(stack)
+        records = {index: cell.record for index, (cell, _) in self._cells.items() if index < stack.spec.cells}
+        await self._restores.step(records, stack.spec.participants(), hindrance, self._checkpoints.active)
         await self._conclude(lambda: self._observe(stack, generation, problem, ensured.trouble))
-        return BUSY_SECONDS if self._checkpoints.waiting else CALM_SECONDS
+        return BUSY_SECONDS if self._checkpoints.waiting or self._restores.waiting else CALM_SECONDS
 
     def _read(self, body: Mapping[str, Any]) -> tuple[GymStack | None, Problem | None]:
         """The stack, and what is wrong with its spec; rollouts go on under the last one that was right."""
@@ -351,28 +370,31 @@ class StackWorker:
     def _side(self, stack: GymStack, problem: Problem | None, cell: CellWorker) -> Side:
         """A cell's side of the queue of checkpoints."""
         record, participants = cell.record, stack.spec.participants()
-        obstacle: tuple[ConditionReason, str] | None = None
-        if problem is not None:
-            obstacle = (ConditionReason.STACK_NOT_READY, problem.message)
-        elif stack.spec.suspend:
-            obstacle = (ConditionReason.STACK_NOT_READY, "the stack is suspended; set spec.suspend to false")
-        elif cell.index >= stack.spec.cells:
+        obstacle = self._obstacle(stack, problem)
+        if obstacle is None and cell.index >= stack.spec.cells:
             obstacle = (ConditionReason.STACK_NOT_READY, "the cell is being taken away")
-        elif (checkpoint := stopped_by(record)) is not None:
+        elif obstacle is None and (checkpoint := stopped_by(record)) is not None:
             obstacle = (ConditionReason.STACK_NOT_READY, how_to_go_on(checkpoint))
-        elif record is not None and record.stage is Stage.STALLED:
+        elif obstacle is None and record is not None and record.stage is Stage.STALLED:
             obstacle = (ConditionReason.STACK_NOT_READY, "the stack has given up; its condition Stalled says why")
-        elif self._storage.state.ok is False:
-            obstacle = (self._storage.state.reason, self._storage.state.message)
         situation = Situation(
             enabled=stack.spec.checkpoints.enabled,
             stage=record.stage if record else None,
-            free=obstacle is None and cell.free,
+            free=obstacle is None and cell.free and not self._restores.is_next,
             open_id=record.open.checkpoint_id if record and record.open else None,
             obstacle=obstacle,
             storage_proved=self._storage.state.ok is True,
         )
         return Side(situation, cell.controller, lambda: pins(record, participants, self._pods.of(cell.index)))
+
+    def _obstacle(self, stack: GymStack, problem: Problem | None) -> Obstacle | None:
+        """What only a person can mend."""
+        if problem is not None:
+            return ConditionReason.STACK_NOT_READY, problem.message
+        if stack.spec.suspend:
+            return ConditionReason.STACK_NOT_READY, "the stack is suspended; set spec.suspend to false"
+        state = self._storage.state
+        return (state.reason, state.message) if state.ok is False else None
 
     def _unreadable(self, stack: GymStack) -> Obstacle | None:
         """What keeps checkpoints from being read through this stack's storage."""

@@ -15,7 +15,7 @@ from gym_operator.effects.cache import Cache
 from gym_operator.effects.cluster import cluster_id
 from gym_operator.effects.events import Events
 from gym_operator.effects.fleet import Fleet
-from gym_operator.effects.kube import CHECKPOINTS, SCHEDULES, STACKS, ApiKube, KubeError, NotFound, connect
+from gym_operator.effects.kube import CHECKPOINTS, RESTORES, SCHEDULES, STACKS, ApiKube, KubeError, NotFound, connect
 from gym_operator.effects.metrics import Metrics
 from gym_operator.effects.services import Services
 from gym_operator.effects.transport import pod_client
@@ -74,7 +74,7 @@ async def operate(
 async def _check(kube: ApiKube, namespaces: Sequence[str]) -> None:
     """Say at once what would otherwise show as an operator that does nothing."""
     places: Sequence[str | None] = list(namespaces) or [None]
-    for resource in (STACKS, CHECKPOINTS, SCHEDULES):
+    for resource in (STACKS, CHECKPOINTS, SCHEDULES, RESTORES):
         for namespace in places:
             try:
                 await kube.list_all(resource, namespace)

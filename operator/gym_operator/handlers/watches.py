@@ -47,6 +47,10 @@ def registry(
     async def schedule(event: kopf.RawEvent, **_: Any) -> None:
         fleet.schedule_event(event["type"] == "DELETED", event["object"])
 
+    @kopf.on.event(names.GROUP, names.VERSION, names.RESTORE_PLURAL, registry=handlers)
+    async def restore(event: kopf.RawEvent, **_: Any) -> None:
+        fleet.restore_event(event["type"] == "DELETED", event["object"])
+
     @kopf.on.event("", "v1", "pods", labels={names.STACK_LABEL: kopf.PRESENT}, registry=handlers)
     async def pod(event: kopf.RawEvent, **_: Any) -> None:
         fleet.pod_event(event["type"] == "DELETED", event["object"])

@@ -19,7 +19,8 @@ from gym_servers.stack.durations import parse_age
 @dataclass(frozen=True)
 class Needs:
     """What a stack cannot do without: `uid` is its own, `restoring` is what it is being restored from, `last` what it
-    would continue from as its status says; `refused` are checkpoints that its servers did not take."""
+    would continue from as its status says, or was told to continue from; `refused` are checkpoints that its servers
+    did not take."""
 
     uid: str
     restoring: frozenset[str] = frozenset()
@@ -33,7 +34,7 @@ def needs_of(stack: Mapping[str, Any]) -> Needs:
     status = stack.get("status") or {}
     cells = status.get("cells") or ()
     newest = [each.get("lastCheckpoint") or {} for each in (status, *cells)]
-    restoring, refused = set(), set()
+    restoring, chosen, refused = set(), set(), set()
     for cell in cells:
         record = from_document(cell.get("record"))
         if record is None:
@@ -41,10 +42,12 @@ def needs_of(stack: Mapping[str, Any]) -> Needs:
         refused |= set(record.refused)
         if record.restore is not None and record.stage is not Stage.RUNNING:
             restoring.add(record.restore.uri)
+        if record.chosen is not None:
+            chosen.add(record.chosen.choice.uri)  # a death before its next checkpoint leads back to it
     return Needs(
         stack["metadata"]["uid"],
         restoring=frozenset(restoring),
-        last=frozenset(each["uri"] for each in newest if each.get("uri")),
+        last=frozenset(chosen | {each["uri"] for each in newest if each.get("uri")}),
         refused=frozenset(refused),
     )
 
@@ -72,15 +75,24 @@ def expired(entries: Iterable[Entry], now: float) -> list[Entry]:
     ]
 
 
-def expendable(
-    candidates: Sequence[Entry], entries: Iterable[Entry], needs: Needs | None, held: Collection[str]
-) -> list[Entry]:
+@dataclass(frozen=True)
+class Held:
+    """What restores work from, or are about to: URIs, and GymCheckpoints by namespace and name."""
+
+    uris: Collection[str] = ()
+    names: Collection[tuple[str, str]] = ()
+
+    def has(self, entry: Entry) -> bool:
+        return (entry.namespace, entry.name) in self.names or any(part.uri in self.uris for part in entry.parts)
+
+
+def expendable(candidates: Sequence[Entry], entries: Iterable[Entry], needs: Needs | None, held: Held) -> list[Entry]:
     """Those of the candidates, all of one stack, that nothing needs. `entries` are all that refer to the stack by
-    name; `needs` is None where there is no stack; `held` are the URIs that restores work from."""
-    uris = set(held)
+    name; `needs` is None where there is no stack."""
+    uris: set[str] = set()
     if needs is not None:
         uris |= needs.restoring | needs.last | {part.uri for part in newest_good(entries, needs)}
-    return [each for each in candidates if not uris & {part.uri for part in each.parts}]
+    return [each for each in candidates if not held.has(each) and not uris & {part.uri for part in each.parts}]
 
 
 def newest_good(entries: Iterable[Entry], needs: Needs) -> list[Part]:

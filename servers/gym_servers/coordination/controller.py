@@ -42,6 +42,7 @@ from gym_servers.coordination.record import (
     REFUSALS,
     CellRecord,
     Choice,
+    Chosen,
     OpenCheckpoint,
     Recovery,
     Stage,
@@ -113,6 +114,16 @@ class CellSettings:
 
 
 @dataclass(frozen=True)
+class Wish:
+    """A checkpoint to continue from. `by` is who asks, told apart from everybody else; `above` is the highest attempt
+    that its rollouts may have used."""
+
+    choice: Choice
+    by: str
+    above: int = 0
+
+
+@dataclass(frozen=True)
 class View:
     """The outcome of one look."""
 
@@ -145,6 +156,7 @@ class CellController:
         self._restarts = BlockerRestarts(host.announce, self._update, wall)
         self._taking: Checkpoint | None = None
         self._rows = 0
+        self._seen: Mapping[str, d.Seen] = {}
         self._recovering = False
         self._changing = asyncio.Lock()
 
@@ -172,6 +184,7 @@ class CellController:
         answers = await asyncio.gather(*(self._status(client) for client in self._clients))
         statuses = {c.name: status for c, status in zip(self._clients, answers, strict=True)}
         seen = {p.name: d.Seen(p.incarnation, p.alive, statuses.get(p.name), p.detail) for p in processes}
+        self._seen = seen
         step = await self._after_install(seen) or d.next_step(self.record, seen, busy=self.busy)
         await self._act(step, seen)
         return View(self.record, seen, {p.name: p.kind for p in processes}, step)
@@ -288,7 +301,7 @@ class CellController:
         refusals = record.refusals.get(choice.uri, 0) + times
         if refusals >= REFUSALS:
             await self._host.announce("Warning", "RecordsRefused", f"{choice.name}: {error}")
-            await self._save(refused=[*record.refused, choice.uri])
+            await self._save(refused=[*record.refused, choice.uri], chosen=self._chosen_but(choice))
         else:
             await self._save(refusals={**record.refusals, choice.uri: refusals})
 
@@ -306,16 +319,48 @@ class CellController:
 
     # ---- recovery -----------------------------------------------------------------------------------------
 
-    async def _recover(self, reason: str, planned: bool, seen: Mapping[str, d.Seen]) -> None:
-        """Settle what is open, use the next attempt up, choose what to restore; then the old processes go."""
+    async def restore_chosen(self, wish: Wish) -> None:
+        """Replace the cell's processes, whatever it is at, and continue from the checkpoint that is wished for. Once
+        for each wish: asked again, nothing happens. Raises StorageError."""
+        if self.record.chosen is None or self.record.chosen.by != wish.by:
+            await self._recover(f"checkpoint {wish.choice.name} was asked for", True, self._seen, afresh=True, wish=wish)
+
+    async def give_up_chosen(self, by: str, reason: str) -> None:
+        """Continue from the cell's own newest checkpoint after all: what `by` wished for cannot be restored. Nothing
+        happens where the cell is not at that wish. Raises StorageError."""
+        chosen = self.record.chosen
+        if chosen is None or chosen.by != by:
+            return
+        await self._save(refused=[*self.record.refused, chosen.choice.uri], chosen=None)
+        await self._recover(reason, True, self._seen, afresh=True)
+
+    async def _recover(
+        self,
+        reason: str,
+        planned: bool,
+        seen: Mapping[str, d.Seen],
+        *,
+        afresh: bool = False,
+        wish: Wish | None = None,
+    ) -> None:
+        """Settle what is open, use the next attempt up, choose what to restore; then the old processes go. `planned`:
+        it is no failure. `afresh`: failures before do not count any more."""
         started = self._wall()
         self._recovering = True  # no checkpoint may begin from here on
         try:
-            await self._replace(reason, planned, seen, started)
+            await self._replace(reason, planned, seen, started, afresh, wish)
         finally:
             self._recovering = False
 
-    async def _replace(self, reason: str, planned: bool, seen: Mapping[str, d.Seen], started: float) -> None:
+    async def _replace(
+        self,
+        reason: str,
+        planned: bool,
+        seen: Mapping[str, d.Seen],
+        started: float,
+        afresh: bool,
+        wish: Wish | None,
+    ) -> None:
         if self._taking is not None:
             self._taking.death = reason
         await self.close()
@@ -325,18 +370,18 @@ class CellController:
         if record.stage is Stage.STOPPED and not planned:
             await self._host.announce("Normal", "Stopped", f"{reason}: its end was expected")
             return
-        failures = max(0, record.failures) if planned else record.failures + 1
+        before = 0 if afresh else record.failures
+        failures = max(0, before) if planned else before + 1
         if failures > self.settings.backoff_limit:
             await self._save(stage=Stage.STALLED, failures=failures)
             await self._host.announce(
                 "Warning", "RecoveryStalled", f"{failures - 1} recoveries in a row without progress; last: {reason}"
             )
             return
-        choice = await self._choice(record)
+        choice = await self._choice(record) if wish is None else wish.choice
         owner = f"recovery-{secrets.token_hex(8)}"
-        attempt = await asyncio.to_thread(
-            lambda: reserve_attempt(self._open_store(self.settings.root), record.attempt, owner)
-        )
+        above = max(record.attempt, wish.above if wish is not None else 0)
+        attempt = await asyncio.to_thread(lambda: reserve_attempt(self._open_store(self.settings.root), above, owner))
         pins = record.pins
         # What is not pinned is fresh already, unless nothing is: then nobody knows who coordinated these processes.
         ended = {
@@ -353,6 +398,8 @@ class CellController:
             pins={},
             restore=choice,
             stopped=None,
+            **({"refused": [], "refusals": {}} if wish is not None else {}),  # somebody wants it tried again
+            chosen=record.chosen if wish is None else Chosen(choice=wish.choice, by=wish.by, attempt=attempt),
             failures=failures,
             recoveries=[*record.recoveries, recovery][-self.settings.kept_recoveries :],
         )
@@ -366,24 +413,33 @@ class CellController:
 
     async def _choice(self, record: CellRecord) -> Choice | None:
         """A death during a recovery is another recovery of the same checkpoint; else the newest that verifies."""
-        # The policy is about deaths: a cell that was stopped to go on does go on.
-        if self.settings.policy == "Restart" and record.stage is not Stage.STOPPED:
-            return None
+        chosen = record.chosen
         again = record.stage not in (Stage.RUNNING, Stage.STOPPED)
+        at_the_wish = again and chosen is not None and record.restore == chosen.choice
+        # The policy is about deaths: a cell that was stopped to go on does go on, and so does one with a wish.
+        if self.settings.policy == "Restart" and record.stage is not Stage.STOPPED and not at_the_wish:
+            return None
         if again and (record.restore is None or record.restore.uri not in record.refused):
             return record.restore
         passed_over: list[str] = []
-        chosen = await asyncio.to_thread(
+        newest = await asyncio.to_thread(
             choose,
             self._open_store(self.settings.root),
             self._open_store,
             self.settings.stack_uid,
             record.refused,
             passed_over.append,
+            chosen.attempt if chosen is not None else 0,
         )
         for message in passed_over:
             await self._host.announce("Warning", "CheckpointUnusable", message)
-        return chosen
+        # Until the cell has one of its own again, it continues from what was asked for and from nothing newer.
+        return newest or (chosen.choice if chosen is not None else None)
+
+    def _chosen_but(self, refused: Choice) -> Chosen | None:
+        """What was asked for, unless it is this."""
+        chosen = self.record.chosen
+        return None if chosen is not None and chosen.choice.uri == refused.uri else chosen
 
     # ---- in service ---------------------------------------------------------------------------------------
 

@@ -54,6 +54,15 @@ class Stopped(Choice):
     stays: bool = True
 
 
+class Chosen(_Part):
+    """A checkpoint that somebody asked to continue from. From `attempt` on the cell's own checkpoints count again;
+    older ones are of a history that was left. `by` is who asked, so that nobody is answered twice."""
+
+    choice: Choice
+    by: str
+    attempt: int
+
+
 class OpenCheckpoint(_Part):
     """A checkpoint that was begun and is not settled. `given_up`: it was declared failed, so it must not be
     published any more. `stop`: once it is published, the cell stands stopped under it."""
@@ -107,6 +116,7 @@ class CellRecord(_Part):
     ended: dict[str, str] = {}
     pins: dict[str, Pin] = {}
     restore: Choice | None = None
+    chosen: Chosen | None = None
     refused: list[str] = []
     refusals: dict[str, int] = {}
     failures: int = 0

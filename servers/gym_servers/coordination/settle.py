@@ -44,14 +44,16 @@ def choose(
     stack_uid: str,
     refused: Collection[str],
     say: Callable[[str], None],
+    since: int = 0,
 ) -> Choice | None:
-    """The newest published checkpoint of this cell whose every digest verifies; None where there is none.
+    """The newest published checkpoint of this cell whose every digest verifies; None where there is none. `since` is
+    the lowest cell attempt that counts.
 
     `say` is told why a newer one is passed over. Blocks. Raises StorageError.
     """
     for directory, publication, digest in published(cell):
         uri = join(cell.uri, directory)
-        if uri in refused or publication.stack_uid != stack_uid:
+        if uri in refused or publication.stack_uid != stack_uid or publication.cell_attempt < since:
             continue
         try:
             verify(open_store(uri), publication.members, publication.checkpoint_id)

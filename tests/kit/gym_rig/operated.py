@@ -27,7 +27,18 @@ from gym_operator.api.checkpoint import TERMINAL
 from gym_operator.effects.cache import Cache
 from gym_operator.effects.events import Events
 from gym_operator.effects.fleet import Fleet
-from gym_operator.effects.kube import CHECKPOINTS, CHILDREN, PODS, SCHEDULES, SECRETS, STACKS, Body, Kube, Resource
+from gym_operator.effects.kube import (
+    CHECKPOINTS,
+    CHILDREN,
+    PODS,
+    RESTORES,
+    SCHEDULES,
+    SECRETS,
+    STACKS,
+    Body,
+    Kube,
+    Resource,
+)
 from gym_operator.effects.services import Services
 from gym_operator.effects.transport import PodTransport
 from gym_operator.rules.workloads import StackContext, build_control_secret
@@ -80,6 +91,8 @@ class Operator:
                 self.fleet.checkpoint_event(deleted, body)
             case r if r == SCHEDULES:
                 self.fleet.schedule_event(deleted, body)
+            case r if r == RESTORES:
+                self.fleet.restore_event(deleted, body)
             case r if r == PODS:
                 self.fleet.pod_event(deleted, body)
 

@@ -81,7 +81,7 @@ class TestEveryKind:
     def test_has_names_and_columns(self, kind: crds.Kind) -> None:
         spec = crds.crd(kind)["spec"]
         assert spec["names"]["categories"] == ["gym"]
-        assert spec["names"]["shortNames"] in (["gstack"], ["gckpt"], ["gsched"])
+        assert spec["names"]["shortNames"] in (["gstack"], ["gckpt"], ["gsched"], ["grst"])
         columns = [column["name"] for column in version(kind)["additionalPrinterColumns"]]
         assert "Phase" in columns and columns[-1] == "Age"
 

@@ -13,9 +13,11 @@ import yaml
 from gym_operator import crds
 from gym_operator.api.checkpoint import CheckpointStatus
 from gym_operator.api.conditions import ConditionReason
+from gym_operator.api.restore import RestoredCheckpoint, RestoreStatus
 from gym_operator.api.schedule import ScheduleStatus
 from gym_operator.api.stack import StackStatus
 from gym_operator.rules import checkpoint_phases
+from gym_operator.rules import restores as restore_rules
 from gym_operator.rules import schedules as schedule_rules
 from gym_operator.rules.observed import CellSeen, Observed, Storage
 from gym_operator.rules.spec_check import Problem
@@ -109,6 +111,27 @@ def schedule(skipped: ConditionReason | None = None, *, suspended: bool = False)
     return schedule_rules.told(status, GENERATION, NOW, suspended, NOW).document()
 
 
+def restore(phase: str) -> dict[str, Any]:
+    waiting = restore_rules.waiting(RestoreStatus(), ConditionReason.QUEUED, "waits", GENERATION, NOW)
+    chosen = RestoredCheckpoint(name="one", id="one-1")
+    begun = restore_rules.restoring(waiting, chosen, (), GENERATION, NOW)
+    return {
+        "Pending": waiting,
+        "Restoring": begun,
+        "Succeeded": restore_rules.succeeded(begun, (), GENERATION, NOW),
+        "Failed": restore_rules.failed(begun, ConditionReason.RECORDS_REFUSED, "why", GENERATION, NOW),
+    }[phase].document()
+
+
+RESTORES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
+    "nobody has looked": (FRESH, {}, "Progressing", "InProgress"),
+    "it waits": (restore("Pending"), {}, "Progressing", "Current"),
+    "it is under way": (restore("Restoring"), {}, "Progressing", "Current"),
+    "it failed": (restore("Failed"), {}, "Degraded", "Failed"),
+    "it succeeded": (restore("Succeeded"), {}, "Healthy", "Current"),
+}
+
+
 UNUSABLE = schedule_rules.refused(ScheduleStatus(), "there is no such time zone", GENERATION, NOW).document()
 
 SCHEDULES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
@@ -150,6 +173,7 @@ CASES = [
         ("GymStack", STACKS),
         ("GymCheckpoint", CHECKPOINTS),
         ("GymCheckpointSchedule", SCHEDULES),
+        ("GymRestore", RESTORES),
     )
     for name, case in cases.items()
 ]
@@ -166,7 +190,7 @@ def test_k14_tools_judge_an_object_by_what_the_operator_wrote(
     assert kstatus(body) == state
 
 
-@pytest.mark.parametrize("kind", ["GymStack", "GymCheckpoint", "GymCheckpointSchedule"])
+@pytest.mark.parametrize("kind", [kind.kind for kind in crds.KINDS])
 def test_an_object_without_a_status_is_not_healthy(kind: str) -> None:
     assert argo(kind, {"kind": kind, "metadata": {"generation": 1}, "spec": {}})[0] == "Progressing"
 

@@ -14,12 +14,13 @@ from gym_operator.api.schedule import Keep
 from gym_operator.rules import retention as rules
 from gym_operator.rules.cell_record import to_document
 from gym_operator.rules.checkpoint_entries import Entry, Part, entry_of
-from gym_servers.coordination.record import CellRecord, Choice, Stage
+from gym_servers.coordination.record import CellRecord, Choice, Chosen, Stage
 from gym_servers.storage.cells import order_of
 
 NOW = 1_800_000_000.0
 STACK = "stack-uid"
 NEEDS = rules.Needs(STACK)
+NONE = rules.Held()
 
 
 def entry(number: int, phase: str = "Succeeded", age: float = 0.0, **changes: Any) -> Entry:
@@ -130,29 +131,32 @@ def test_k4_the_newest_good_one_of_each_cell_stays() -> None:
     newer = entry(2)
     failed = entry(3, "Failed")
     everything = [both, newer, failed]
-    assert uids(rules.expendable(everything, everything, NEEDS, ())) == {"uid-3"}
+    assert uids(rules.expendable(everything, everything, NEEDS, NONE)) == {"uid-3"}
     alone = [entry(1), newer, failed]
-    assert uids(rules.expendable(alone, alone, NEEDS, ())) == {"uid-1", "uid-3"}
+    assert uids(rules.expendable(alone, alone, NEEDS, NONE)) == {"uid-1", "uid-3"}
 
 
 def test_k4_a_checkpoint_that_the_servers_refused_is_not_the_last_good_one() -> None:
     found = [entry(1), entry(2)]
     needs = replace(NEEDS, refused=frozenset(part.uri for part in found[1].parts))
-    assert uids(rules.expendable(found, found, needs, ())) == {"uid-2"}
+    assert uids(rules.expendable(found, found, needs, NONE)) == {"uid-2"}
 
 
 def test_k4_what_something_is_restored_from_stays() -> None:
     found = [entry(n) for n in (1, 2, 3, 4)]
     uris = [each.parts[0].uri for each in found]
     needs = replace(NEEDS, restoring=frozenset({uris[0]}))
-    assert uids(rules.expendable(found, found, needs, {uris[1]})) == {"uid-3"}
+    held = rules.Held(uris={uris[1]})
+    assert uids(rules.expendable(found, found, needs, held)) == {"uid-3"}
+    named = rules.Held(names={("team", "c3"), ("other", "c2")})
+    assert uids(rules.expendable(found, found, needs, named)) == {"uid-2"}
 
 
 def test_k18_the_checkpoints_of_a_stack_that_is_gone_can_go() -> None:
     found = [entry(1), entry(2)]
-    assert uids(rules.expendable(found, found, None, ())) == {"uid-1", "uid-2"}
+    assert uids(rules.expendable(found, found, None, NONE)) == {"uid-1", "uid-2"}
     made_again = replace(NEEDS, uid="another")
-    assert uids(rules.expendable(found, found, made_again, ())) == {"uid-1", "uid-2"}
+    assert uids(rules.expendable(found, found, made_again, NONE)) == {"uid-1", "uid-2"}
 
 
 def test_k4_a_part_that_is_published_stays_although_the_whole_failed() -> None:
@@ -161,7 +165,7 @@ def test_k4_a_part_that_is_published_stays_although_the_whole_failed() -> None:
         2, "Failed", parts=(replace(entry(2).parts[0], published=True), Part(1, "s3://b/cell-1", (0, 2), False))
     )
     found = [entry(1), lost]
-    assert uids(rules.expendable(found, found, NEEDS, ())) == {"uid-1"}
+    assert uids(rules.expendable(found, found, NEEDS, NONE)) == {"uid-1"}
 
 
 def choice(uri: str) -> Choice:
@@ -187,6 +191,9 @@ def test_k4_a_stack_needs_what_it_is_being_restored_from() -> None:
         )
     running = CellRecord(stage=Stage.RUNNING, restore=choice("s3://b/old"))
     assert rules.needs_of(stack(running)) == NEEDS
+    chosen = Chosen(choice=choice("s3://b/old"), by="grst-uid", attempt=1)
+    led_back = CellRecord(stage=Stage.RUNNING, chosen=chosen)
+    assert rules.needs_of(stack(led_back)) == replace(NEEDS, last=frozenset({"s3://b/old"}))
     assert rules.needs_of(stack(None)) == rules.needs_of({"metadata": {"uid": STACK}}) == NEEDS
 
 
@@ -224,7 +231,8 @@ def test_k4_whatever_the_limits_the_last_good_the_active_and_the_held_stay(
 
     needs = replace(NEEDS, refused=uris(refused))
     candidates = [*rules.surplus(entries, keep, NOW), *rules.expired(entries, NOW)]
-    gone = uids(rules.expendable(candidates, entries, needs, uris(held)))
+    holds = rules.Held(uris=uris(held))
+    gone = uids(rules.expendable(candidates, entries, needs, holds))
     left = [each for each in entries if each.uid not in gone]
     usable = [
         e for e in entries if e.phase == "Succeeded" and e.stack_uid == STACK and e.parts[0].uri not in needs.refused
@@ -237,4 +245,4 @@ def test_k4_whatever_the_limits_the_last_good_the_active_and_the_held_stay(
     kept = [each for each in left if each.final and not each.deleting]
     assert len([e for e in kept if e.phase == "Failed" and e.parts[0].uri not in uris(held)]) <= keep.failed
     again = [*rules.surplus(left, keep, NOW), *rules.expired(left, NOW)]
-    assert not uids(rules.expendable(again, left, needs, uris(held)))
+    assert not uids(rules.expendable(again, left, needs, holds))

@@ -1,0 +1,496 @@
+"""GymRestores under a whole operator: the stack continues from what was chosen, whatever dies or is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gym_operator.api.restore import RESTORE_TERMINAL
+from gym_operator.effects.kube import CHECKPOINTS, PODS, RESTORES, STACKS
+from gym_operator.rules.cell_record import from_document
+from gym_rig.cell import IDENTITY
+from gym_rig.operated import OperatedRig, operated
+from gym_rig.virtual import now
+from gym_servers.control.plane import ControlPlane
+from gym_servers.engine.rows import counter_rows
+from gym_servers.local.demo import account_of
+from gym_servers.protocol.digests import sha256
+from gym_servers.protocol.errors import ProtocolError
+from gym_servers.storage.directory import DirectoryStore
+from gym_servers.storage.manifest import CHECKPOINT, read_publication
+from gym_servers.storage.removal import HOLDER
+
+ROWS = 6
+SLOWLY = 5.0
+
+
+def rows() -> Any:
+    return counter_rows(ROWS, 1)
+
+
+async def taken(rig: OperatedRig, name: str, **spec: Any) -> dict[str, Any]:
+    await rig.until(rig.in_service, "in service")
+    effects = rig.cell.effects()
+    await rig.until(lambda: rig.cell.effects() >= effects + 2, "it goes on")
+    rig.checkpoint(name, **spec)
+    await rig.until(lambda: rig.final(name), f"{name} is final")
+    status = rig.status(CHECKPOINTS, name)
+    assert status["phase"] == "Succeeded", status
+    return status
+
+
+def restore(rig: OperatedRig, name: str = "back", **spec: Any) -> None:
+    whole = {"stackRef": {"name": IDENTITY.name}, **spec}
+    rig.kube.put(RESTORES, IDENTITY.namespace, {"metadata": {"name": name}, "spec": whole})
+
+
+async def final(rig: OperatedRig, name: str, phase: str) -> dict[str, Any]:
+    await rig.until(lambda: rig.status(RESTORES, name).get("phase") in RESTORE_TERMINAL, f"{name} is final")
+    status = rig.status(RESTORES, name)
+    assert status["phase"] == phase, status
+    return status
+
+
+def sources(rig: OperatedRig) -> list[str | None]:
+    return [each.get("checkpoint") for each in rig.status()["cells"][0].get("recoveries", ())]
+
+
+async def to_the_end(rig: OperatedRig) -> None:
+    await rig.until(rig.complete, "complete")
+    record = from_document(rig.record())
+    assert record is not None
+    counted = account_of(rig.cell.folder, record, ROWS)
+    assert counted.ok, counted.problems
+
+
+def of_another(uri: str, to: Path) -> tuple[str, str]:
+    """A checkpoint as another stack would have taken it, in another place of the bucket: its place and digest."""
+    shutil.copytree(uri, to)
+    for name in (HOLDER, "proposal.json"):
+        (to / name).unlink()
+    publication = read_publication((to / CHECKPOINT).read_bytes())
+    document = publication.model_copy(update={"stack_uid": "of-another", "cell_attempt": 6}).to_bytes()
+    (to / CHECKPOINT).write_bytes(document)
+    return str(to), sha256(document)
+
+
+async def test_k12_a_stack_is_brought_to_an_older_checkpoint_and_says_to_which(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        first = await taken(rig, "first")
+        await taken(rig, "second")
+        restore(rig, checkpointRef={"name": "first"})
+        status = await final(rig, "back", "Succeeded")
+        assert status["checkpoint"] == {"name": "first", "id": first["checkpointID"], "stackUID": IDENTITY.uid}
+        assert status["cells"] == [{"index": 0, "uri": first["uri"], "digest": first["digest"], "attempt": 1}]
+        assert status["continuedCount"] == first["episodes"] == len(status["continued"])
+        assert {(each["attempt"], each["cell"]) for each in status["continued"]} == {(1, 0)}
+        condition = next(each for each in status["conditions"] if each["type"] == "Succeeded")
+        assert (condition["status"], condition["observedGeneration"]) == ("True", 1)
+        assert rig.in_service(1)
+        rig.kube.remove(PODS, IDENTITY.namespace, "rig-agent-0")
+        await rig.until(lambda: rig.in_service(2), "recovered")
+        assert sources(rig) == [first["checkpointID"]] * 2, "a death leads back to what was chosen, not past it"
+        await to_the_end(rig)
+
+
+@pytest.mark.parametrize(
+    ("write", "after"), [*((write, False) for write in range(1, 11)), *((write, True) for write in range(1, 11, 2))]
+)
+async def test_an_operator_killed_at_any_write_of_a_restore_is_followed_by_one_that_ends_it(
+    tmp_path: Path, write: int, after: bool
+) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        first = await taken(rig, "first")
+        await taken(rig, "second")
+        assert rig.operator is not None
+        rig.operator.session.cut_at(write, after=after)
+        restore(rig, checkpointRef={"name": "first"})
+        await rig.until(lambda: rig.operator is None or rig.complete(), "killed")
+        rig.kill_operator()
+        rig.start_operator()
+        await final(rig, "back", "Succeeded")
+        assert set(sources(rig)) == {first["checkpointID"]}
+        attempts = [each["attempt"] for each in rig.status()["cells"][0]["recoveries"]]
+        assert attempts == sorted(set(attempts))
+        assert len(attempts) == 1, "nobody died but the operator"
+        await to_the_end(rig)
+
+
+async def test_by_a_label_such_as_the_trainers_step(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        await taken(rig, "older", labels={"step": "7"})
+        wanted = await taken(rig, "wanted", labels={"step": "7", "run": "a"})
+        await taken(rig, "newer", labels={"step": "8"})
+        restore(rig, labels={"step": "7"})
+        status = await final(rig, "back", "Succeeded")
+        assert status["checkpoint"]["id"] == wanted["checkpointID"]
+        await to_the_end(rig)
+
+
+async def test_records_of_another_stack_restore_into_this_one_by_place_and_digest(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        first = await taken(rig, "first")
+        uri, digest = of_another(first["uri"], tmp_path / "elsewhere" / "theirs")
+        restore(rig, uri=uri, digest=digest)
+        status = await final(rig, "back", "Succeeded")
+        assert status["checkpoint"]["stackUID"] == "of-another"
+        assert status["cells"][0]["attempt"] == 7, "above all attempts that the other stack has used"
+        assert {each["attempt"] for each in status["continued"]} == {7}
+        rig.kube.remove(PODS, IDENTITY.namespace, "rig-agent-0")
+        await rig.until(lambda: rig.in_service(8), "recovered")
+        await to_the_end(rig)
+
+
+async def test_k8_k18_a_stack_made_again_under_its_name_is_restored_from_the_one_before(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        first = await taken(rig, "first")
+        uri, digest = of_another(first["uri"], tmp_path / "elsewhere" / "theirs")
+        rig.checkpoint("kept", source={"uri": uri, "digest": digest})  # what the stack before has left
+        await rig.until(lambda: rig.final("kept"), "adopted")
+        rig.kube.remove(CHECKPOINTS, IDENTITY.namespace, "first")
+        restore(rig, checkpointRef={"name": "kept"})
+        status = await final(rig, "back", "Succeeded")
+        assert status["checkpoint"]["stackUID"] == "of-another"
+        await to_the_end(rig)
+
+
+async def test_k9_a_checkpoint_that_is_not_complete_is_waited_for(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        rig.pods_may_start = False
+        rig.checkpoint("coming")
+        restore(rig, checkpointRef={"name": "coming"})
+        restore(rig, "by-label", labels={"step": "1"})
+        await rig.until(lambda: rig.status(RESTORES, "back").get("reason") == "CheckpointNotReady", "it waits")
+        await asyncio.sleep(200)
+        assert rig.status(RESTORES, "back")["phase"] == "Pending"
+        rig.pods_may_start = True
+        status = await final(rig, "back", "Succeeded")
+        assert status["checkpoint"]["id"] == rig.status(CHECKPOINTS, "coming")["checkpointID"]
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ({"checkpointRef": {"name": "nobody"}}, "CheckpointNotFound"),
+        ({"labels": {"step": "1"}}, "CheckpointNotFound"),
+        ({"checkpointRef": {"name": "failed"}}, "CheckpointFailed"),
+    ],
+)
+async def test_k10_one_that_cannot_be_restored_fails_in_time_and_the_next_one_runs(
+    tmp_path: Path, source: dict[str, Any], reason: str
+) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        first = await taken(rig, "first")
+        rig.checkpoint("failed", timeouts={"prepare": "never"})
+        await rig.until(lambda: rig.final("failed"), "failed")
+        restore(rig, "a", **source)
+        restore(rig, "b", checkpointRef={"name": "first"})
+        assert (await final(rig, "a", "Failed"))["reason"] == reason
+        await final(rig, "b", "Succeeded")
+        assert sources(rig) == [first["checkpointID"]]
+        stalled = next(each for each in rig.status(RESTORES, "a")["conditions"] if each["type"] == "Stalled")
+        assert stalled["status"] == "True"
+
+
+@pytest.mark.parametrize(
+    ("harm", "says"),
+    [
+        (lambda place: (place / CHECKPOINT).unlink(), "checkpoint.json is not there"),
+        (lambda place: (place / CHECKPOINT).write_text("{}"), "not the one with this digest"),
+        (lambda place: next(place.rglob("manifest.json")).unlink(), "has no manifest"),
+        (lambda place: next(place.rglob("pack*")).write_bytes(b"x"), "does not match its digest"),
+    ],
+)
+async def test_k11_what_is_not_whole_is_refused_before_any_server_is_disturbed(
+    tmp_path: Path, harm: Callable[[Path], object], says: str
+) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        first = await taken(rig, "first")
+        await taken(rig, "second")
+        pods = {body["metadata"]["uid"] for (kind, _, _), body in rig.kube.objects.items() if kind == PODS}
+        harm(Path(first["uri"]))
+        restore(rig, checkpointRef={"name": "first"})
+        status = await final(rig, "back", "Failed")
+        assert (status["reason"], says in status["message"]) == ("SourceInvalid", True), status
+        assert pods == {body["metadata"]["uid"] for (kind, _, _), body in rig.kube.objects.items() if kind == PODS}
+        assert rig.in_service()
+        await to_the_end(rig)
+
+
+async def test_k11_records_without_their_server_are_refused(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        first = await taken(rig, "first")
+        place = Path(first["uri"])
+        publication = read_publication((place / CHECKPOINT).read_bytes())
+        fewer = [member for member in publication.members if member.kind != "resources"]
+        document = publication.model_copy(update={"members": fewer}).to_bytes()
+        (place / CHECKPOINT).write_bytes(document)
+        restore(rig, uri=first["uri"], digest=sha256(document))
+        status = await final(rig, "back", "Failed")
+        assert status["reason"] == "Misfit"
+        assert "no records of counter" in status["message"]
+        assert rig.in_service()
+
+
+async def test_k11_an_empty_checkpoint_restores_to_an_empty_stack(tmp_path: Path) -> None:
+    """Whose rollouts all begin anew: nothing of what ran before goes on."""
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        rig.change(collection={**rig.spec["collection"], "concurrency": 64})
+        await rig.until(rig.in_service, "in service")
+        await rig.until(lambda: rig.cell.effects() >= 2, "tools were called")
+        full = await taken(rig, "full")
+        place = tmp_path / "elsewhere" / "empty"
+        uri, _ = of_another(full["uri"], place)
+        publication = read_publication((place / CHECKPOINT).read_bytes())
+        document = publication.model_copy(update={"episodes": [], "scope": [], "cell_attempt": 0}).to_bytes()
+        (place / CHECKPOINT).write_bytes(document)
+        restore(rig, uri=uri, digest=sha256(document))
+        status = await final(rig, "back", "Succeeded")
+        assert (status["continuedCount"], status.get("continued", [])) == (0, [])
+        await to_the_end(rig)
+
+
+async def test_records_that_the_servers_refuse_lead_back_to_the_stacks_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole by its digests, and yet of a format that a server does not read: only the server can tell."""
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        first = await taken(rig, "first")
+        second = await taken(rig, "second")
+        place = Path(first["uri"])
+        publication = read_publication((place / CHECKPOINT).read_bytes())
+        manifest = place / "agent" / "agent" / "manifest.json"
+        document = manifest.read_text().replace('"record_format":1', '"record_format":9')
+        assert document != manifest.read_text()
+        manifest.write_text(document)
+        members = [
+            member.model_copy(update={"manifest_digest": sha256(document.encode())})
+            if member.kind == "agent"
+            else member
+            for member in publication.members
+        ]
+        published = publication.model_copy(update={"members": members}).to_bytes()
+        (place / CHECKPOINT).write_bytes(published)
+        restore(rig, uri=first["uri"], digest=sha256(published))
+        status = await final(rig, "back", "Failed")
+        assert status["reason"] == "RecordsRefused"
+        await rig.until(lambda: rig.in_service(2), "back in service")
+        assert sources(rig) == [first["checkpointID"], second["checkpointID"]]
+        await to_the_end(rig)
+
+
+@pytest.mark.parametrize("stacks_limit", [100, 1])
+async def test_k10_bounded_retries_give_it_up_and_the_next_one_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stacks_limit: int
+) -> None:
+    original, broken = ControlPlane.restore, ""
+
+    async def fails(self: ControlPlane, request: Any) -> Any:
+        if self.author.instance == "agent" and request.checkpoint_dir == broken:
+            raise ProtocolError("checkpoint_error", "its sandbox does not start")
+        return await original(self, request)
+
+    monkeypatch.setattr(ControlPlane, "restore", fails)
+    async with operated(tmp_path, rows(), rate=SLOWLY, recovery={"backoffLimit": stacks_limit}) as rig:
+        first = await taken(rig, "first")
+        second = await taken(rig, "second")
+        broken = first["uri"]
+        restore(rig, "a", checkpointRef={"name": "first"}, backoffLimit=2)
+        status = await final(rig, "a", "Failed")
+        assert status["reason"] == "BackoffLimitExceeded"
+        await rig.until(rig.in_service, "back in service")
+        tries = min(3, stacks_limit + 1)
+        assert sources(rig)[:tries] == [first["checkpointID"]] * tries
+        assert sources(rig)[-1] == second["checkpointID"]
+        assert "chosen" not in rig.record()
+        broken = ""
+        restore(rig, "b", checkpointRef={"name": "first"})
+        await final(rig, "b", "Succeeded")
+        await to_the_end(rig)
+
+
+async def test_k10_a_deleted_restore_blocks_nobody(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        first = await taken(rig, "first")
+        second = await taken(rig, "second")
+        restore(rig, "a", checkpointRef={"name": "first"})
+        await rig.until(lambda: rig.record().get("attempt") == 1, "it has begun")
+        rig.pods_may_start = False
+        await asyncio.sleep(5)
+        restore(rig, "b", checkpointRef={"name": "second"})
+        rig.kube.let_go(RESTORES, IDENTITY.namespace, "a")
+        await asyncio.sleep(5)
+        rig.pods_may_start = True
+        await final(rig, "b", "Succeeded")
+        assert sources(rig) == [first["checkpointID"], second["checkpointID"]]
+        await to_the_end(rig)
+
+
+async def test_k10_a_stack_that_has_given_up_is_helped_by_a_restore(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY, recovery={"backoffLimit": 0}) as rig:
+        first = await taken(rig, "first")
+        rig.cell.kill("agent")
+        await rig.until(lambda: rig.status()["phase"] == "Failed", "given up")
+        restore(rig, checkpointRef={"name": "first"})
+        await final(rig, "back", "Succeeded")
+        assert sources(rig) == [first["checkpointID"]]
+        assert rig.conditions()["Stalled"]["status"] == "False" or await rig.until(
+            lambda: rig.conditions()["Stalled"]["status"] == "False"
+        )
+        await to_the_end(rig)
+
+
+def chosen_by(rig: OperatedRig, cell: int) -> str | None:
+    by: str | None = (rig.record(cell).get("chosen") or {}).get("by")
+    return by
+
+
+def sources_of(rig: OperatedRig, cell: int) -> list[str | None]:
+    return [each.get("checkpoint") for each in rig.part(cell).get("recoveries", ())]
+
+
+@pytest.mark.parametrize("write", [None, 2, 4, 6])
+async def test_k12_all_cells_of_a_stack_are_restored_and_each_once(tmp_path: Path, write: int | None) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY, cells=2) as rig:
+        await rig.until(rig.all_in_service, "in service")
+        first = await taken(rig, "first")
+        await taken(rig, "second")
+        if write is not None:
+            assert rig.operator is not None
+            rig.operator.session.cut_at(write, after=False)
+        restore(rig, checkpointRef={"name": "first"})
+        if write is not None:
+            await rig.until(lambda: rig.operator is None or rig.complete(), "killed")
+            rig.kill_operator()
+            rig.start_operator()
+        status = await final(rig, "back", "Succeeded")
+        assert [cell["uri"] for cell in status["cells"]] == [cell["uri"] for cell in first["cells"]]
+        assert {each["cell"] for each in status["continued"]} <= {0, 1}
+        assert status["continuedCount"] == first["episodes"]
+        for cell in (0, 1):
+            # A number may be used up by an operator that dies before it has written the record.
+            attempt = status["cells"][cell]["attempt"]
+            assert rig.in_service(attempt, cell) and attempt in (1, 2)
+            assert sources_of(rig, cell) == [first["checkpointID"]], "and no cell more than once"
+        await rig.until(rig.complete, "complete")
+
+
+async def test_k10_where_one_cell_cannot_be_restored_all_go_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, broken = ControlPlane.restore, ""
+
+    async def fails(self: ControlPlane, request: Any) -> Any:
+        if self.author.instance == "agent" and request.checkpoint_dir == broken:
+            raise ProtocolError("checkpoint_error", "its sandbox does not start")
+        return await original(self, request)
+
+    monkeypatch.setattr(ControlPlane, "restore", fails)
+    async with operated(tmp_path, rows(), rate=SLOWLY, cells=2) as rig:
+        await rig.until(rig.all_in_service, "in service")
+        first = await taken(rig, "first")
+        second = await taken(rig, "second")
+        broken = first["cells"][1]["uri"]
+        restore(rig, checkpointRef={"name": "first"}, backoffLimit=1)
+        assert (await final(rig, "back", "Failed"))["reason"] == "BackoffLimitExceeded"
+        await rig.until(lambda: not chosen_by(rig, 0) and not chosen_by(rig, 1), "given up")
+        await rig.until(rig.all_in_service, "back in service")
+        for cell in (0, 1):
+            assert sources_of(rig, cell)[-1] == second["checkpointID"]
+        assert sources_of(rig, 0) == [first["checkpointID"], second["checkpointID"]]
+        await rig.until(rig.complete, "complete")
+
+
+async def test_k10_a_cell_that_is_taken_away_meanwhile_ends_the_restore(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY, cells=2) as rig:
+        await rig.until(rig.all_in_service, "in service")
+        await taken(rig, "first")
+        second = await taken(rig, "second")
+        rig.held_back.add(1)
+        restore(rig, checkpointRef={"name": "first"})
+        await rig.until(lambda: rig.in_service(1) and rig.record(1).get("attempt") == 1, "one is restored")
+        rig.change(cells=1)
+        assert (await final(rig, "back", "Failed"))["reason"] == "Misfit"
+        await rig.until(lambda: not chosen_by(rig, 0) and rig.in_service(2), "back in service")
+        assert sources_of(rig, 0)[-1] == second["checkpointID"]
+        restore(rig, "next", checkpointRef={"name": "second"})
+        assert (await final(rig, "next", "Failed"))["reason"] == "Misfit", "a part of a cell that is not there"
+        await rig.until(rig.complete, "complete")
+
+
+async def test_a_checkpoint_that_is_being_taken_is_waited_for_and_others_wait_for_the_restore(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        first = await taken(rig, "first")
+        for name in ("c1", "c2", "c3"):
+            rig.checkpoint(name)
+        await rig.reaches("c1", "Preparing")
+        restore(rig, checkpointRef={"name": "first"})
+        await final(rig, "back", "Succeeded")
+        assert rig.status(CHECKPOINTS, "c1")["phase"] == "Succeeded", "it was not broken off"
+        await rig.until(lambda: rig.final("c3"), "all taken")
+        attempts = [rig.status(CHECKPOINTS, name)["cells"][0]["attempt"] for name in ("c1", "c2", "c3")]
+        assert attempts[0] == 0 and attempts[2] == 1, "a queue of checkpoints does not keep a restore waiting"
+        assert sources(rig) == [first["checkpointID"]]
+        await to_the_end(rig)
+
+
+@pytest.mark.parametrize("changed", [{"suspend": True}, {"checkpoints": {"enabled": False}}])
+async def test_a_stack_that_cannot_be_restored_is_said_so(tmp_path: Path, changed: dict[str, Any]) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        await taken(rig, "first")
+        if "checkpoints" in changed:
+            changed = {"checkpoints": {**rig.spec["checkpoints"], **changed["checkpoints"]}}
+        rig.change(**changed)
+        restore(rig, checkpointRef={"name": "first"})
+        began = now()
+        status = await final(rig, "back", "Failed")
+        assert status["reason"] in ("StackNotReady", "CheckpointsDisabled")
+        assert now() - began >= 60, "somebody may mend it meanwhile"
+
+
+async def test_a_restore_of_no_stack_fails_in_time(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        await taken(rig, "first")
+        restore(rig, "astray", stackRef={"name": "nobody"}, checkpointRef={"name": "first"})
+        restore(rig, "lost", checkpointRef={"name": "first"})
+        rig.pods_may_start = False
+        await rig.until(lambda: rig.status(RESTORES, "lost").get("phase") == "Restoring", "begun")
+        rig.kube.remove(STACKS, IDENTITY.namespace, IDENTITY.name)
+        for name in ("astray", "lost"):
+            assert (await final(rig, name, "Failed"))["reason"] == "StackNotFound"
+
+
+async def test_k4_what_a_restore_works_from_is_neither_let_go_nor_removed(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        await taken(rig, "first", ttl="1s")
+        second = await taken(rig, "second", deletionPolicy="Delete")
+        found = rig.kube.objects[CHECKPOINTS, IDENTITY.namespace, "second"]
+        theirs = {**found["spec"], "stackRef": {"name": "another"}}  # whose own record knows nothing of the restore
+        rig.kube.set(CHECKPOINTS, IDENTITY.namespace, "second", spec=theirs)
+        rig.pods_may_start = False
+        restore(rig, checkpointRef={"name": "second"})
+        await rig.until(lambda: rig.status(RESTORES, "back").get("phase") == "Restoring", "begun")
+        rig.kube.let_go(CHECKPOINTS, IDENTITY.namespace, "second")
+        await asyncio.sleep(60)
+        assert DirectoryStore(Path(second["uri"])).get(CHECKPOINT)
+        left = (CHECKPOINTS, IDENTITY.namespace, "first") in rig.kube.objects
+        assert left, "the newest good one, now that the second goes"
+        rig.pods_may_start = True
+        await final(rig, "back", "Succeeded")
+        await rig.until(lambda: (CHECKPOINTS, IDENTITY.namespace, "second") not in rig.kube.objects, "gone")
+
+
+async def test_k4_a_checkpoint_that_is_being_deleted_is_not_restored(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        await taken(rig, "first")
+        found = rig.kube.objects[CHECKPOINTS, IDENTITY.namespace, "first"]
+        metadata = {**found["metadata"], "finalizers": ["somebody/else"]}
+        rig.kube.set(CHECKPOINTS, IDENTITY.namespace, "first", metadata=metadata)
+        rig.kube.let_go(CHECKPOINTS, IDENTITY.namespace, "first")
+        restore(rig, checkpointRef={"name": "first"})
+        assert (await final(rig, "back", "Failed"))["reason"] == "CheckpointDeleted"
