@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from gym_kit.bucket import REGION, SeaweedFS
+from gym_servers.coordination.cell_host import View
 from gym_servers.coordination.checkpoint import Outcome, Progress
-from gym_servers.coordination.controller import View
 from gym_servers.coordination.record import Stage
 from gym_servers.engine.rows import counter_rows
 from gym_servers.local.demo import engine_process, manifest

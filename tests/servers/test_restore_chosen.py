@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from gym_rig.cell import Rig, cell
+from gym_servers.coordination.cell_host import Wish
 from gym_servers.coordination.checkpoint import Outcome
-from gym_servers.coordination.controller import Wish
 from gym_servers.coordination.record import CellRecord, Choice, Stage
 from gym_servers.engine.rows import counter_rows
 from gym_servers.storage.cells import use_attempt_up

@@ -25,8 +25,9 @@ from gym_operator.effects.status_writers import Gone, StackWriter, Superseded
 from gym_operator.effects.storage import StackStorage
 from gym_operator.rules.observed import CellSeen
 from gym_servers.coordination import decide
+from gym_servers.coordination.cell_host import CellSettings, View
 from gym_servers.coordination.checkpoint import CheckpointFailed, Progress
-from gym_servers.coordination.controller import CellController, CellSettings, View
+from gym_servers.coordination.controller import CellController
 from gym_servers.coordination.record import CellRecord, Stage, tried_again
 from gym_servers.stack.spec import Participant
 from gym_servers.storage.store import StorageError

@@ -16,7 +16,7 @@ from gym_operator.effects.services import Services
 from gym_operator.effects.stack_pods import StackPods
 from gym_operator.effects.status_writers import StackWriter
 from gym_operator.rules.pod_state import PodState, pod_uid
-from gym_servers.coordination.controller import Process
+from gym_servers.coordination.cell_host import Process
 from gym_servers.coordination.record import CellRecord, Pin
 from gym_servers.stack.spec import Participant
 
@@ -27,7 +27,7 @@ ASK_AGAIN_SECONDS: Final = 3.0
 
 
 class KubeCellHost:
-    """Implements gym_servers.coordination.controller.CellHost for one cell of a stack: other cells' pods are none of
+    """Implements gym_servers.coordination.cell_host.CellHost for one cell of a stack: other cells' pods are none of
     its business. `prefix` is how its announcements begin."""
 
     def __init__(

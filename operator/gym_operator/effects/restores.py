@@ -23,7 +23,8 @@ from gym_operator.effects.status_writers import Gone, RestoreWriter, Superseded
 from gym_operator.rules import restores as rules
 from gym_operator.rules.checkpoint_phases import age_seconds
 from gym_operator.rules.checkpoint_queue import PATIENCE_SECONDS, Obstacle
-from gym_servers.coordination.controller import CellController, Wish
+from gym_servers.coordination.cell_host import Wish
+from gym_servers.coordination.controller import CellController
 from gym_servers.coordination.record import CellRecord, Choice
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.stack.spec import Participant, SpecError

@@ -36,7 +36,7 @@ from gym_operator.rules.observed import CellSeen, Observed
 from gym_operator.rules.spec_check import Problem, check_stack
 from gym_operator.rules.stack_status import differs_in_progress_only, stack_status, warnings
 from gym_operator.rules.workloads import StackContext
-from gym_servers.coordination.controller import CellSettings
+from gym_servers.coordination.cell_host import CellSettings
 from gym_servers.coordination.record import KEPT_RECOVERIES, CellRecord, Stage
 from gym_servers.stack.durations import parse_duration
 from gym_servers.stack.render import checkpoint_root, stack_root

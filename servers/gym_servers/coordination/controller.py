@@ -9,15 +9,15 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import httpx
 
 from gym_servers.coordination import blockers
 from gym_servers.coordination import decide as d
+from gym_servers.coordination.cell_host import CellHost, CellSettings, View, Wish
 from gym_servers.coordination.checkpoint import (
     Checkpoint,
     CheckpointFailed,
@@ -38,7 +38,6 @@ from gym_servers.coordination.install import (
     restore_seconds,
 )
 from gym_servers.coordination.record import (
-    KEPT_RECOVERIES,
     REFUSALS,
     CellRecord,
     Choice,
@@ -59,78 +58,6 @@ from gym_servers.storage.manifest import Publication
 from gym_servers.storage.store import ObjectStore, StorageError
 
 TEND_SECONDS = 30.0
-
-
-@dataclass(frozen=True)
-class Process:
-    """One expected participant as its host sees it."""
-
-    name: str
-    kind: str
-    incarnation: str | None
-    alive: bool
-    control_url: str | None
-    detail: str = ""
-
-
-class CellHost(Protocol):
-    """What differs between Kubernetes and a local machine."""
-
-    async def processes(self) -> Sequence[Process]:
-        """Every expected participant, also those without a process."""
-        ...
-
-    async def end(self, processes: Mapping[str, str]) -> None:
-        """End these incarnations and see to it that fresh ones come up. Repeatable."""
-        ...
-
-    async def save(self, record: CellRecord) -> None:
-        """Make the record durable. Raises where another coordinator has written one since."""
-        ...
-
-    async def announce(self, level: Literal["Normal", "Warning"], reason: str, message: str) -> None:
-        """Tell people."""
-        ...
-
-
-@dataclass(frozen=True)
-class CellSettings:
-    """Which cell, and how it is treated. Times in seconds; the record keeps the last `kept_recoveries`.
-    `restart_blockers_after`: how many checkpoints in a row a rollout may hold up before it is restarted; 0 for any
-    number."""
-
-    stack_uid: str
-    cell: int
-    token: str = field(repr=False)
-    root: str
-    policy: Literal["Restore", "Restart"] = "Restore"
-    backoff_limit: int = 5
-    prepare_timeout: float = 60.0
-    commit_timeout: float = 120.0
-    lease_grace: float = 60.0
-    previous_token: str = field(default="", repr=False)
-    kept_recoveries: int = KEPT_RECOVERIES
-    restart_blockers_after: int = 0
-
-
-@dataclass(frozen=True)
-class Wish:
-    """A checkpoint to continue from. `by` is who asks, told apart from everybody else; `above` is the highest attempt
-    that its rollouts may have used."""
-
-    choice: Choice
-    by: str
-    above: int = 0
-
-
-@dataclass(frozen=True)
-class View:
-    """The outcome of one look."""
-
-    record: CellRecord
-    seen: Mapping[str, d.Seen]
-    kinds: Mapping[str, str]
-    step: d.Step
 
 
 class CellController:
@@ -323,7 +250,9 @@ class CellController:
         """Replace the cell's processes, whatever it is at, and continue from the checkpoint that is wished for. Once
         for each wish: asked again, nothing happens. Raises StorageError."""
         if self.record.chosen is None or self.record.chosen.by != wish.by:
-            await self._recover(f"checkpoint {wish.choice.name} was asked for", True, self._seen, afresh=True, wish=wish)
+            await self._recover(
+                f"checkpoint {wish.choice.name} was asked for", True, self._seen, afresh=True, wish=wish
+            )
 
     async def give_up_chosen(self, by: str, reason: str) -> None:
         """Continue from the cell's own newest checkpoint after all: what `by` wished for cannot be restored. Nothing

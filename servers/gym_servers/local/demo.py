@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 
 from gym_servers.collection.tasks import TasksError, load_tasks
-from gym_servers.coordination.controller import View
+from gym_servers.coordination.cell_host import View
 from gym_servers.coordination.record import CellRecord, Stage
 from gym_servers.engine.rows import counter_rows
 from gym_servers.local.children import start

@@ -14,7 +14,7 @@ from typing import IO, Any, Final, Literal
 
 from pydantic import ValidationError
 
-from gym_servers.coordination.controller import Process
+from gym_servers.coordination.cell_host import Process
 from gym_servers.coordination.record import CellRecord
 from gym_servers.local.children import start
 from gym_servers.stack.settings import SettingsError, describe

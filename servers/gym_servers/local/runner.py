@@ -11,8 +11,9 @@ from pathlib import Path
 
 import httpx
 
+from gym_servers.coordination.cell_host import CellSettings, View
 from gym_servers.coordination.checkpoint import CheckpointFailed, Outcome, Progress
-from gym_servers.coordination.controller import CellController, CellSettings, View
+from gym_servers.coordination.controller import CellController
 from gym_servers.coordination.record import CellRecord, Stage, tried_again
 from gym_servers.local.processes import Announce, LocalHost
 from gym_servers.local.stack import LocalStack

@@ -32,9 +32,10 @@ from gym_servers.assemble import Server, assemble
 from gym_servers.control.app import control_app
 from gym_servers.control.plane import ControlPlane
 from gym_servers.control.tokens import only
+from gym_servers.coordination.cell_host import CellSettings, Process, View
 from gym_servers.coordination.checkpoint import Outcome, Progress
 from gym_servers.coordination.client import ParticipantClient
-from gym_servers.coordination.controller import CellController, CellSettings, Process, View
+from gym_servers.coordination.controller import CellController
 from gym_servers.coordination.record import CellRecord, Stage
 from gym_servers.engine.app import create_app as engine_app
 from gym_servers.http import peers

@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 from gym_rig.cell import Rig
 from gym_rig.network import Alive
-from gym_servers.coordination.controller import CellController, Process, View
+from gym_servers.coordination.cell_host import Process, View
+from gym_servers.coordination.controller import CellController
 from gym_servers.coordination.record import CellRecord
 from gym_servers.storage.store import StorageError
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gym_servers.capture.ledger import Ledger, decode
-from gym_servers.coordination.controller import View
+from gym_servers.coordination.cell_host import View
 from gym_servers.coordination.record import Stage
 from gym_servers.local.demo import account_of
 from gym_servers.local.runner import Runner, running

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gym_servers.collection.tasks import TasksError, load_tasks, parse_tasks, rollouts
+from gym_servers.coordination.cell_host import CellSettings
 from gym_servers.coordination.client import ParticipantClient
-from gym_servers.coordination.controller import CellSettings
 from gym_servers.local.stack import local_stack, read_manifest
 from gym_servers.registry import check_server, load_class
 from gym_servers.stack.durations import parse_duration
