@@ -21,7 +21,7 @@ from gym_operator.api.conditions import ConditionReason as Reason
 from gym_operator.effects import storage as storage_effects
 from gym_operator.effects.kube import SECRETS
 from gym_operator.effects.storage import StackStorage
-from gym_operator.rules.stack_status import Storage
+from gym_operator.rules.observed import Storage
 from gym_rig.fake_kube import FakeKube
 from gym_servers.coordination.record import OpenCheckpoint
 from gym_servers.coordination.settle import choose, settle_left_open
