@@ -331,6 +331,18 @@ async def test_k10_a_deleted_restore_blocks_nobody(tmp_path: Path) -> None:
         await to_the_end(rig)
 
 
+async def test_k10_a_stack_that_was_stopped_by_a_checkpoint_goes_on_with_a_restore(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        first = await taken(rig, "first")
+        await taken(rig, "last", stopAfter=True)
+        await rig.until(lambda: rig.status()["phase"] == "Stopped", "stopped")
+        restore(rig, checkpointRef={"name": "first"})
+        await final(rig, "back", "Succeeded")
+        assert sources(rig) == [first["checkpointID"]]
+        assert "stopped" not in rig.record()
+        await to_the_end(rig)
+
+
 async def test_k10_a_stack_that_has_given_up_is_helped_by_a_restore(tmp_path: Path) -> None:
     async with operated(tmp_path, rows(), rate=SLOWLY, recovery={"backoffLimit": 0}) as rig:
         first = await taken(rig, "first")

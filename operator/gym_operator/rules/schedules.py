@@ -125,8 +125,11 @@ def obstacle_of(stack: Mapping[str, Any] | None, name: str) -> Obstacle | None:
         return ConditionReason.STACK_NOT_FOUND, f"there is no GymStack {name} in this namespace"
     if (stack.get("spec") or {}).get("suspend"):
         return ConditionReason.STACK_NOT_READY, f"GymStack {name} is suspended"
-    if (stack.get("status") or {}).get("phase") == "Completed":
-        return ConditionReason.COLLECTION_COMPLETE, f"GymStack {name} has all its rows"
+    match (stack.get("status") or {}).get("phase"):
+        case "Stopped":
+            return ConditionReason.STACK_NOT_READY, f"GymStack {name} was stopped by a checkpoint"
+        case "Completed":
+            return ConditionReason.COLLECTION_COMPLETE, f"GymStack {name} has all its rows"
     return None
 
 

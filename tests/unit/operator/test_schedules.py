@@ -91,6 +91,7 @@ def test_a_time_that_is_too_long_ago_is_skipped() -> None:
         (None, ConditionReason.STACK_NOT_FOUND),
         ({"spec": {"suspend": True}}, ConditionReason.STACK_NOT_READY),
         ({"spec": {}, "status": {"phase": "Completed"}}, ConditionReason.COLLECTION_COMPLETE),
+        ({"spec": {}, "status": {"phase": "Stopped"}}, ConditionReason.STACK_NOT_READY),
     ],
 )
 def test_a_checkpoint_that_would_be_in_vain_is_skipped(stack: Any, reason: ConditionReason) -> None:
