@@ -14,9 +14,9 @@ from gym_operator.api import names
 from gym_operator.api.checkpoint import TERMINAL, CheckpointSource, CheckpointStatus, GymCheckpoint
 from gym_operator.api.conditions import ConditionReason
 from gym_operator.api.event_reasons import Afterwards
-from gym_operator.effects.cache import Cache, Key, key_of
-from gym_operator.effects.events import Events, Subject
-from gym_operator.effects.kube import Kube
+from gym_operator.effects.cache import Key, key_of
+from gym_operator.effects.events import Subject
+from gym_operator.effects.services import Services
 from gym_operator.effects.status_writers import CheckpointWriter, Gone, Superseded
 from gym_operator.rules import checkpoint_phases as phases
 from gym_operator.rules.checkpoint_queue import PATIENCE_SECONDS, Obstacle
@@ -51,16 +51,13 @@ class Adoptions:
 
     def __init__(
         self,
-        kube: Kube,
-        cache: Cache,
-        events: Events,
+        services: Services,
         stack: Key,
         open_store: Callable[[str], ObjectStore],
         wake: Callable[[], None],
-        wall: Callable[[], float],
     ) -> None:
-        self._kube, self._cache, self._events, self._stack = kube, cache, events, stack
-        self._open_store, self._wake, self._wall = open_store, wake, wall
+        self._kube, self._cache, self._events = services.kube, services.cache, services.events
+        self._stack, self._open_store, self._wake, self._wall = stack, open_store, wake, services.wall
         self._task: asyncio.Task[None] | None = None
         self._writers: dict[str, CheckpointWriter] = {}
         self._troubled: dict[str, float] = {}

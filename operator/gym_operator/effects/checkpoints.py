@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,10 +22,11 @@ from gym_operator.api.objects import format_time
 from gym_operator.api.stack import LastCheckpoint
 from gym_operator.effects import checkpoint_part as parts
 from gym_operator.effects.adoptions import is_adoption
-from gym_operator.effects.cache import Cache, Key
+from gym_operator.effects.cache import Key
 from gym_operator.effects.checkpoint_part import Part
-from gym_operator.effects.events import Events, Subject
+from gym_operator.effects.events import Subject
 from gym_operator.effects.kube import Kube
+from gym_operator.effects.services import Services
 from gym_operator.effects.status_writers import CheckpointWriter, Gone
 from gym_operator.rules import checkpoint_phases as phases
 from gym_operator.rules import checkpoint_queue as queue
@@ -89,16 +89,13 @@ class Checkpoints:
 
     def __init__(
         self,
-        kube: Kube,
-        cache: Cache,
-        events: Events,
+        services: Services,
         stack: Key,
         open_store: Callable[[str], ObjectStore],
         wake: Callable[[int], None],
-        wall: Callable[[], float] = time.time,
     ) -> None:
-        self._kube, self._cache, self._events, self._stack = kube, cache, events, stack
-        self._open_store, self._wake, self._wall = open_store, wake, wall
+        self._kube, self._cache, self._events = services.kube, services.cache, services.events
+        self._stack, self._open_store, self._wake, self._wall = stack, open_store, wake, services.wall
         self._under_way: dict[int, _UnderWay] = {}
         self._writers: dict[str, CheckpointWriter] = {}
         self._resolve_due: dict[int, float] = {}

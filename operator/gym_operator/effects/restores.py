@@ -16,9 +16,10 @@ from typing import Any, Final
 from gym_operator.api import names
 from gym_operator.api.conditions import ConditionReason
 from gym_operator.api.restore import Continued, GymRestore, RestoreCell, RestoredCheckpoint, RestoreStatus
-from gym_operator.effects.cache import Cache, Key, key_of
-from gym_operator.effects.events import Events, Level, Subject
-from gym_operator.effects.kube import CHECKPOINTS, Kube, NotFound
+from gym_operator.effects.cache import Key, key_of
+from gym_operator.effects.events import Level, Subject
+from gym_operator.effects.kube import CHECKPOINTS, NotFound
+from gym_operator.effects.services import Services
 from gym_operator.effects.status_writers import Gone, RestoreWriter, Superseded
 from gym_operator.rules import restores as rules
 from gym_operator.rules.checkpoint_phases import age_seconds
@@ -47,18 +48,16 @@ class Restores:
 
     def __init__(
         self,
-        kube: Kube,
-        cache: Cache,
-        events: Events,
+        services: Services,
         stack: Key,
         stack_uid: str,
         open_store: Callable[[str], ObjectStore],
         wake: Callable[[], None],
         wake_cell: Callable[[int], None],
-        wall: Callable[[], float],
     ) -> None:
-        self._kube, self._cache, self._events, self._stack, self._uid = kube, cache, events, stack, stack_uid
-        self._open_store, self._wake, self._wake_cell, self._wall = open_store, wake, wake_cell, wall
+        self._kube, self._cache, self._events = services.kube, services.cache, services.events
+        self._stack, self._uid, self._wall = stack, stack_uid, services.wall
+        self._open_store, self._wake, self._wake_cell = open_store, wake, wake_cell
         self._writers: dict[str, RestoreWriter] = {}
         self._reading: asyncio.Task[Parts] | None = None
         self._due = float("-inf")

@@ -89,23 +89,9 @@ class StackWorker:
         owner = Owner(cluster=services.cluster or uid, stack_uid=uid, namespace=key.namespace, name=key.name)
         self._storage = StackStorage(services.kube, key.namespace, services.monotonic, owner, self._progressed)
         self._pods = StackPods(services, self._subject)
-        self._checkpoints = Checkpoints(
-            services.kube, services.cache, services.events, key, self._storage.open, self._wake_cell, services.wall
-        )
-        self._adoptions = Adoptions(
-            services.kube, services.cache, services.events, key, self._storage.open, self.wake, services.wall
-        )
-        self._restores = Restores(
-            services.kube,
-            services.cache,
-            services.events,
-            key,
-            uid,
-            self._storage.open,
-            self.wake,
-            self._wake_cell,
-            services.wall,
-        )
+        self._checkpoints = Checkpoints(services, key, self._storage.open, self._wake_cell)
+        self._adoptions = Adoptions(services, key, self._storage.open, self.wake)
+        self._restores = Restores(services, key, uid, self._storage.open, self.wake, self._wake_cell)
         self._parts = Parts(
             services, self._subject, self._writer, self._pods, self._storage, self._checkpoints, self._restores
         )
