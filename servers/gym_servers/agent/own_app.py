@@ -35,9 +35,8 @@ if TYPE_CHECKING:
 SEED, CLOSE, RUN = "/v1/agent_sessions", "/v1/agent_sessions/close", "/run"
 WORK = frozenset({"/v1/responses", "/v1/chat/completions", RUN})
 
-Reply = dict[
-    str, Any
-]  # of JSON values, since it may become part of a record: status, headers, and the body as latin-1
+# Of JSON values, since it may become part of a record: status, headers, and the body as latin-1.
+Reply = dict[str, Any]
 
 
 def guarded(app: FastAPI, participant: AgentParticipant, name: str) -> FastAPI:
