@@ -401,21 +401,11 @@ async def test_a_second_operator_over_several_cells_does_no_harm(tmp_path: Path)
     """Each record is fenced: whoever comes second leaves the cell alone for a while, and no attempt is used twice."""
     async with operated(tmp_path, rows(), cells=2) as rig:
         await under_way(rig)
-        first = rig.operator
-        assert first is not None
-        second = rig.start_operator()
-
-        def both(resource: Any, deleted: bool, body: Any) -> None:
-            first.told(resource, deleted, body)
-            second.told(resource, deleted, body)
-
-        rig.kube.watch = both
+        first = rig.start_another_operator()
         assert (await taken(rig, "one"))["phase"] in ("Succeeded", "Failed")
         for cell in range(2):
             rig.kube.remove(PODS, IDENTITY.namespace, f"rig-agent-{cell}")
         await rig.until(lambda: rig.in_service(1, cell=0) and rig.in_service(1, cell=1), "recovered")
-        first.session.cut = True
-        first.alive.kill()
         first.kill()
         await to_the_end(rig)
         for cell in range(2):

@@ -304,20 +304,10 @@ async def test_a_second_operator_is_noticed(tmp_path: Path) -> None:
     """Two at once, which nothing but a mistake brings about, do no harm: each write rests on what it knows."""
     async with operated(tmp_path, rows()) as rig:
         await under_way(rig)
-        first = rig.operator
-        assert first is not None
-        second = rig.start_operator()
-
-        def both(resource: Any, deleted: bool, body: Any) -> None:
-            first.told(resource, deleted, body)
-            second.told(resource, deleted, body)
-
-        rig.kube.watch = both
+        first = rig.start_another_operator()
         assert (await taken(rig, "one"))["phase"] in ("Succeeded", "Failed")
         rig.kube.remove(PODS, IDENTITY.namespace, "rig-agent-0")
         await rig.until(lambda: rig.in_service(1), "recovered")
-        first.session.cut = True
-        first.alive.kill()
         first.kill()
         await to_the_end(rig)
 
@@ -347,9 +337,7 @@ async def test_an_operator_that_was_taken_over_from_lets_the_checkpoint_of_its_s
         assert begun.is_set()
         assert status["phase"] == "Succeeded", status
         assert rig.phases() == {"idle"}
-        first.session.cut = True
-        first.alive.kill()
-        first.beside.cancel()
+        first.kill()
         await to_the_end(rig)
 
 

@@ -75,7 +75,9 @@ class Operator:
         self.beside = asyncio.create_task(self.fleet.run())
 
     def kill(self) -> None:
-        """End what would go on by itself; nobody hears of it."""
+        """As SIGKILL does: nobody hears of it, and what would go on by itself ends."""
+        self.session.cut = True
+        self.alive.kill()
         self.beside.cancel()
         workers = list(self.fleet._workers.values())
         self.fleet._workers.clear()
@@ -227,11 +229,23 @@ class OperatedRig:
         self.kube.watch = operator.told
         return operator
 
+    def start_another_operator(self) -> Operator:
+        """One beside the one that runs, by mistake; watches tell both. The first, which `kill_operator` does not
+        reach any more."""
+        first = self.operator
+        assert first is not None
+        second = self.start_operator()
+
+        def both(resource: Resource, deleted: bool, body: Body) -> None:
+            first.told(resource, deleted, body)
+            second.told(resource, deleted, body)
+
+        self.kube.watch = both
+        return first
+
     def kill_operator(self) -> None:
         """As SIGKILL does."""
         if self.operator is not None:
-            self.operator.session.cut = True
-            self.operator.alive.kill()
             self.operator.kill()
             self.kube.watch = lambda resource, deleted, body: None
             self.operator = None
