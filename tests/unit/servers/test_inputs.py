@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gym_rig.manifests import STACK
 from gym_servers.collection.tasks import TasksError, load_tasks, parse_tasks, rollouts
 from gym_servers.coordination.cell_host import CellSettings
 from gym_servers.coordination.client import ParticipantClient
@@ -26,19 +27,6 @@ SETTINGS = {
     "name": "env",
     "kind": "environment",
     "server": "single-agent-turn",
-}
-STACK = {
-    "kind": "GymStack",
-    "metadata": {"name": "demo"},
-    "spec": {
-        "servers": [
-            {"name": "env", "kind": "environment", "server": "single-agent-turn"},
-            {"name": "policy", "kind": "model", "server": "scripted", "config": {"base_url": "http://127.0.0.1:1"}},
-            {"name": "agent", "kind": "agent", "server": "simple-agent"},
-            {"name": "counter", "kind": "resources", "server": "counter"},
-        ],
-        "checkpoints": {"storage": {"directory": "/tmp/none"}},
-    },
 }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from gym_rig.manifests import STACK
 from gym_servers.coordination.record import CellRecord, Stage
 from gym_servers.local import processes
 from gym_servers.local.processes import LocalHost
@@ -17,19 +18,6 @@ from gym_servers.stack.settings import SettingsError
 from gym_servers.storage.store import StorageError
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-STACK = {
-    "kind": "GymStack",
-    "metadata": {"name": "demo"},
-    "spec": {
-        "servers": [
-            {"name": "env", "kind": "environment", "server": "single-agent-turn"},
-            {"name": "policy", "kind": "model", "server": "scripted", "config": {"base_url": "http://127.0.0.1:1"}},
-            {"name": "agent", "kind": "agent", "server": "simple-agent"},
-            {"name": "counter", "kind": "resources", "server": "counter"},
-        ],
-        "checkpoints": {"storage": {"directory": "/tmp/none"}},
-    },
-}
 
 
 def host(folder: Path, **settings: Any) -> LocalHost:
