@@ -14,13 +14,10 @@ from typing import Any
 import pytest
 
 from gym_kit.bucket import REGION, SeaweedFS
-from gym_servers.coordination.cell_host import View
+from gym_kit.local_run import LocalRun, followed
 from gym_servers.coordination.checkpoint import Outcome, Progress
-from gym_servers.coordination.record import Stage
 from gym_servers.engine.rows import counter_rows
 from gym_servers.local.demo import engine_process, manifest
-from gym_servers.local.runner import Runner, running
-from gym_servers.local.stack import local_stack
 from gym_servers.proof.account import Account, account
 from gym_servers.proof.history import read_cut, sort_journal
 from gym_servers.stack.settings import S3Settings
@@ -29,7 +26,6 @@ from gym_servers.storage.manifest import CHECKPOINT, read_publication
 from gym_servers.storage.store import ObjectStore
 
 BUCKET = "gym"
-PATIENCE_SECONDS = 100.0
 
 
 @pytest.fixture(scope="session")
@@ -52,34 +48,11 @@ def document(folder: Path, engine: str, rollouts: int, endpoint: str, prefix: st
 
 
 @dataclass
-class Run:
+class Run(LocalRun):
     """A collection on real processes, and what a test does to it."""
 
-    folder: Path
-    runner: Runner
     store: Callable[[str], ObjectStore]
     prefix: str
-    rollouts: int
-    loop: asyncio.Task[None]
-    said: list[tuple[str, str]]
-
-    async def until(self, what: str, condition: Callable[[], object]) -> None:
-        """Poll a condition; fails with where the run stood."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while not condition():
-            if self.loop.done():
-                self.loop.result()
-            record = self.runner.controller.record
-            if record.stage is Stage.STALLED or time.monotonic() > deadline:
-                raise AssertionError(f"{what}: {record.stage}, {self.runner.progress()}, {self.said[-8:]}")
-            await asyncio.sleep(0.05)
-
-    async def in_service(self, attempt: int) -> None:
-        def holds() -> bool:
-            record = self.runner.controller.record
-            return record.stage is Stage.RUNNING and record.attempt >= attempt
-
-        await self.until(f"attempt {attempt}", holds)
 
     async def settled(self) -> None:
         """Until no checkpoint is open: one whose storage was away is settled by a look after it is back."""
@@ -143,22 +116,12 @@ def collecting(s3: SeaweedFS, tmp_path: Path, request: pytest.FixtureRequest) ->
         prefix = tmp_path.name.lower().replace("_", "-")
         rows = counter_rows(rollouts, 7, (steps, steps + 3))
         (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        said: list[tuple[str, str]] = []
         reach = S3Settings(bucket=BUCKET, endpoint=endpoint, region=REGION, addressing_style="path")
         async with engine_process(tmp_path, tmp_path / "journal.jsonl", rate) as engine:
-            stack = local_stack(document(tmp_path, engine, rollouts, endpoint, prefix), tmp_path)
-            async with running(stack, tmp_path, lambda _, reason, text: said.append((reason, text))) as runner:
-
-                async def watch(_: View) -> None:
-                    return None
-
-                loop = asyncio.create_task(runner.run(watch))
-                run = Run(tmp_path, runner, lambda uri: open_store(uri, reach), prefix, rollouts, loop, said)
-                try:
-                    await run.in_service(0)
-                    yield run
-                finally:
-                    loop.cancel()
-                    await asyncio.gather(loop, return_exceptions=True)
+            stack = document(tmp_path, engine, rollouts, endpoint, prefix)
+            async with followed(stack, tmp_path) as cell:
+                run = Run(tmp_path, cell, rollouts, lambda uri: open_store(uri, reach), prefix)
+                await run.in_service(0)
+                yield run
 
     return start

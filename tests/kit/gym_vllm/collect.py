@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+from gym_kit.local_run import LocalRun, followed
 from gym_servers.capture.ledger import Ledger, decode
-from gym_servers.coordination.cell_host import View
-from gym_servers.coordination.record import Stage
 from gym_servers.local.demo import account_of
-from gym_servers.local.runner import Runner, running
-from gym_servers.local.stack import local_stack
 from gym_servers.proof.account import Account
 from gym_servers.protocol.identity import Episode, parse_key
 from gym_servers.storage.locate import open_store
@@ -24,8 +19,6 @@ from gym_servers.storage.manifest import CHECKPOINT, read_publication
 from gym_servers.storage.packs import load_manifest, load_records
 from gym_vllm.engine import MODEL, NAME, Engine
 from gym_vllm.journal import Generated
-
-PATIENCE_SECONDS = 240.0
 
 
 def manifest(folder: Path, engine: Engine, rollouts: int, *, cut_at_engine: bool) -> dict[str, Any]:
@@ -65,33 +58,14 @@ def manifest(folder: Path, engine: Engine, rollouts: int, *, cut_at_engine: bool
 
 
 @dataclass
-class Collection:
+class Collection(LocalRun):
     """A run, and what a test does to it."""
 
-    folder: Path
+    patience: ClassVar[float] = 240.0
+    pause: ClassVar[float] = 0.02
+
     engine: Engine
-    runner: Runner
-    rollouts: int
-    loop: asyncio.Task[None]
-    said: list[tuple[str, str]]
     earlier: int  # streams of runs before this one
-
-    async def until(self, what: str, holds: Callable[[], object]) -> None:
-        give_up = time.monotonic() + PATIENCE_SECONDS
-        while not holds():
-            if self.loop.done():
-                self.loop.result()
-            record = self.runner.controller.record
-            if record.stage is Stage.STALLED or time.monotonic() > give_up:
-                raise AssertionError(f"{what}: {record.stage}, {self.runner.progress()}, {self.said[-8:]}")
-            await asyncio.sleep(0.02)
-
-    async def in_service(self, attempt: int) -> None:
-        def holds() -> bool:
-            record = self.runner.controller.record
-            return record.stage is Stage.RUNNING and record.attempt >= attempt
-
-        await self.until(f"attempt {attempt}", holds)
 
     def generating(self) -> int:
         """Generations that are in their middle."""
@@ -148,21 +122,10 @@ async def collecting(
     """Start a collection of these rows, all at once."""
     earlier = len(engine.generated())
     document = _prepared(folder, engine, rows, cut_at_engine=cut_at_engine)
-    said: list[tuple[str, str]] = []
-    stack = local_stack(document, folder)
-    async with running(stack, folder, lambda _, reason, text: said.append((reason, text))) as runner:
-
-        async def watch(_: View) -> None:
-            return None
-
-        loop = asyncio.create_task(runner.run(watch))
-        run = Collection(folder, engine, runner, len(rows), loop, said, earlier)
-        try:
-            await run.in_service(0)
-            yield run
-        finally:
-            loop.cancel()
-            await asyncio.gather(loop, return_exceptions=True)
+    async with followed(document, folder) as cell:
+        run = Collection(folder, cell, len(rows), engine, earlier)
+        await run.in_service(0)
+        yield run
 
 
 @dataclass(frozen=True)
