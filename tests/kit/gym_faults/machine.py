@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from gym_faults.model import joined, split
-from gym_faults.world import FAST, GRACE, SERVERS, World
+from gym_faults.world import BEGIN_OR_END, FAST, GRACE, SERVERS, World
 from gym_rig.network import Fault, Kind, Seen
 from gym_rig.storage import WriteFault
 from gym_servers.coordination.record import Stage
 from gym_servers.protocol.identity import parse_key
 
+LATE_SECONDS = 2.0  # an activation may end in this time
 MOMENTS = st.sampled_from([0.0, 0.01, 0.02, 0.04, 0.1, 0.3, 1.0, 3.0])
 VICTIMS = st.sampled_from([*((name,) for name in SERVERS), SERVERS, ("env", "agent"), ("counter", "policy")])
 WHO = st.sampled_from([*SERVERS, "all"])
@@ -93,20 +94,41 @@ class Faults(RuleBasedStateMachine):
         self.passes(GRACE + 1.0)
 
     @precondition(lambda self: self.world.coordinated)
-    @rule(timeout=st.sampled_from([1.0, 15.0]), hindered=st.sampled_from([False, False, True]), then=MOMENTS)
-    def checkpoint(self, timeout: float, hindered: bool, then: float) -> None:
-        """`hindered`: who is asked last is held by another coordinator."""
+    @rule(
+        timeout=st.sampled_from([1.0, 15.0]),
+        hindered=st.sampled_from([False, False, True]),
+        scoped=st.booleans(),
+        then=MOMENTS,
+    )
+    def checkpoint(self, timeout: float, hindered: bool, scoped: bool, then: float) -> None:
+        """`hindered`: who is asked last is held by another coordinator. `scoped`: of some rollouts only."""
         if hindered:
             self._verb("counter", "prepare", "f7", 2.0, 0.05)
-        self.world.checkpoint(timeout)
+        self.world.checkpoint(timeout, only=self._some_rollouts() if scoped else None)
         self.passes(then)
 
     @precondition(lambda self: self.world.coordinated)
-    @rule(victims=VICTIMS, between=st.sampled_from([0.0, 0.3, 1.0, 2.0]), then=MOMENTS)
-    def checkpoint_then_crash(self, victims: tuple[str, ...], between: float, then: float) -> None:
-        """The way things go most often: a checkpoint is done, and a while after it something dies."""
+    @rule(
+        victims=VICTIMS,
+        ends=st.booleans(),
+        late=st.sampled_from([None, "policy", "policy", "agent", "counter"]),
+        scoped=st.booleans(),
+        between=st.sampled_from([0.0, 0.3, 1.0, 2.0]),
+        then=MOMENTS,
+    )
+    def checkpoint_then_crash(
+        self, victims: tuple[str, ...], ends: bool, late: str | None, scoped: bool, between: float, then: float
+    ) -> None:
+        """The way things go most often: a checkpoint is done, and a while after it something dies. `ends`: it comes
+        while an episode ends. `late`: who hears of it when those before it have been closed for a while; work that
+        they wait for goes on meanwhile."""
         self.world.until(self.world.in_service, 5.0)
-        taken = self.world.checkpoint()
+        if ends:  # and takes so long for it that the checkpoint finds it there
+            self.world.network.faults.insert(0, Fault("delay", "counter", "verify", 1, LATE_SECONDS))
+            self.world.until(self.world.ends, 5.0, look_seconds=0.01)
+        if late is not None:
+            self.world.network.faults.insert(0, Fault("delay", f"{late}-control", "prepare", 1, LATE_SECONDS))
+        taken = self.world.checkpoint(only=self._some_rollouts() if scoped else None)
         self.world.until(taken.done, 10.0)
         self.passes(between)
         self.world.kill(*victims)
@@ -174,6 +196,10 @@ class Faults(RuleBasedStateMachine):
         if task is not None:
             task.cancel()
         self.passes(0.05)
+
+    def _some_rollouts(self) -> frozenset[str]:
+        """Every second one."""
+        return frozenset(sorted(self.world.rows)[::2])
 
     # ---- deaths -------------------------------------------------------------------------------------------
 
@@ -423,10 +449,17 @@ class Faults(RuleBasedStateMachine):
 
     # ---- clients that do not know what has happened --------------------------------------------------------
 
-    @rule(which=st.integers(0, 200), calls=st.sampled_from([1, 4, 12]), then=MOMENTS)
+    @rule(which=st.integers(-20, 200), calls=st.sampled_from([1, 4, 12]), then=MOMENTS)
     def old_calls_again(self, which: int, calls: int, then: float) -> None:
-        """Of replaced attempts, everything; of one that still runs, what may be repeated."""
+        """Of replaced attempts, everything; of one that still runs, what may be repeated. Below 0: of the newest."""
         self._old_calls(which, calls)
+        self.passes(then)
+
+    @rule(which=st.integers(1, 20), calls=st.sampled_from([1, 4]), then=MOMENTS)
+    def calls_of_a_wrong_attempt(self, which: int, calls: int, then: float) -> None:
+        """Somebody takes the sessions of one attempt for those of another, which does not exist."""
+        for seen in self.world.watch.calls[-which:][:calls]:
+            self.world.mistake(seen)
         self.passes(then)
 
     def _old_calls(self, which: int, calls: int) -> None:
@@ -440,7 +473,7 @@ class Faults(RuleBasedStateMachine):
         if episode is None or (episode[0] in attempts.over and episode[1] >= self.world.record.attempt):
             return False
         newest = max(attempt for rollout, attempt in attempts.sent if rollout == episode[0])
-        repeatable = not seen.path.endswith(("/seed_session", "/agent_sessions", "close", "close_session"))
+        repeatable = not seen.path.endswith(BEGIN_OR_END)
         return episode[1] < min(newest, self.world.record.attempt) or repeatable
 
     # ---- the end ------------------------------------------------------------------------------------------

@@ -227,13 +227,22 @@ class Attempts:
 # ---- 5, 6: what is exported, and what is restored ----------------------------------------------------------
 
 
-def check_unchanged(who: str, ready: Mapping[str, bytes], frozen: Mapping[str, bytes], *, leaving: bool) -> None:
-    """Nothing changed from readiness to the freeze. `leaving`: an episode may have left, because its step failed."""
+def check_unchanged(who: str, kind: str, ready: Mapping[str, bytes], frozen: Mapping[str, bytes]) -> None:
+    """Nothing changed from readiness to the freeze. An episode whose step may be repeated goes on with it: where that
+    fails, it has left."""
     for name, data in frozen.items():
         require(name in ready, 5, f"{who}: record {name} appeared after it was ready")
         require(ready[name] == data, 5, f"{who}: record {name} changed after it was ready")
-    missing = set(ready) - set(frozen)
-    require(leaving or not missing, 5, f"{who}: {sorted(missing)} vanished after it was ready")
+    missing = sorted(
+        name for name in set(ready) - set(frozen) if not (kind == "environment" and _repeats(ready[name]))
+    )
+    require(not missing, 5, f"{who}: {missing} vanished after it was ready")
+
+
+def _repeats(record: bytes) -> bool:
+    document = json.loads(record)
+    verifies_again = document["state"].get("verify_replays", False)
+    return document["stage"] in ("seed", "invoke_agent") or (document["stage"] == "verify" and verifies_again)
 
 
 _KEY = re.compile(rb'"(?:episode|key)":"([^"]+)"')

@@ -45,6 +45,7 @@ class Watch:
         self._answered: set[tuple[str, str]] = set()  # agent processes and the episodes whose activation is complete
         self._generated: set[tuple[str, str]] = set()  # model processes and the calls that the engine answered them
         self._stale: dict[int, Seen] = {}  # calls that were stale when they were sent
+        self.mistaken: set[str] = set()  # paths of attempts that there never are
         self.name_of: Callable[[str], str] = lambda session: session
         self.running: Callable[[str], str] = lambda server: server
         self.phase_of: Callable[[str], Phase | None] = lambda process: None
@@ -121,6 +122,8 @@ class Watch:
         is stale is refused."""
         if self._stale.pop(id(seen), None) is not None and status < 300:
             self.broke(3, f"{seen.host} had fenced off what it answered: {seen.method} {seen.path}")
+        if seen.path in self.mistaken and status < 300:
+            self.broke(3, f"{seen.host} answered for an attempt that its session is not of: {seen.path}")
         if seen.host == "engine":
             self._generated.add((seen.caller, _call_of(seen)))
         if seen.host == "agent" and seen.path.endswith("/v1/responses") and status == 200:
@@ -213,7 +216,7 @@ class Watch:
             for name, data in plane.at_ready.items()
             if request.episode_ids is None or episode_of(kind, name, data) in request.episode_ids
         }
-        self.check(lambda: check_unchanged(plane.author.instance, ready, records, leaving=kind == "environment"))
+        self.check(lambda: check_unchanged(plane.author.instance, kind, ready, records))
 
 
 class WatchedPlane(ControlPlane):
@@ -270,7 +273,7 @@ class WatchedPlane(ControlPlane):
     async def retire(self, request: m.RetireRequest) -> m.RetireReply:
         began, before = self._wall(), held(self.participant) if self.participant.kind != "collection" else set()
         reply = await super().retire(request)
-        self.watch.retired(self, request.episode_ids, before if began == self._wall() else set())
+        self.watch.retired(self, reply.retired, before if began == self._wall() else set())
         return reply
 
     async def forget(self, request: m.ForgetRequest) -> m.ForgetReply:

@@ -14,6 +14,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -34,6 +35,7 @@ from gym_servers.coordination.checkpoint import CheckpointFailed, Progress
 from gym_servers.coordination.record import CellRecord, Stage
 from gym_servers.engine.rows import counter_rows
 from gym_servers.http import peers
+from gym_servers.protocol.identity import parse_key
 from gym_servers.protocol.messages import PREFIX
 from gym_servers.protocol.phases import LEASED, Phase
 
@@ -45,6 +47,8 @@ RATE = 100.0  # tokens a second: a turn takes about one
 ROLLOUTS = 4
 CONCURRENCY = 2  # so that one begins when another has ended
 HEALING_SECONDS = 60.0  # of virtual time: what was begun while things were broken has ended by then
+NEVER_REACHED = 1000  # attempts above its own no rollout gets to
+BEGIN_OR_END = ("/seed_session", "/agent_sessions", "close", "close_session")  # calls that make or end a session
 LONGEST_SECONDS = 400.0  # from the healing of everything to the end of the collection
 
 
@@ -108,7 +112,7 @@ class World:
         """Do `work`, or let so many seconds pass."""
         return self.loop.run_until_complete(asyncio.sleep(work) if isinstance(work, float) else work)
 
-    def until(self, holds: Callable[[], object], seconds: float) -> bool:
+    def until(self, holds: Callable[[], object], seconds: float, *, look_seconds: float = 0.1) -> bool:
         """Let time pass until it holds, at most so many seconds; whether it did."""
 
         async def wait() -> bool:
@@ -116,7 +120,7 @@ class World:
             while not holds():
                 if now() >= give_up:
                     return False
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(look_seconds)
             return True
 
         return bool(self.run(wait()))
@@ -169,7 +173,10 @@ class World:
             if (owner := self._taking.get(task)) is None or not owner.alive.died.is_set() or task.done()
         ]
 
-    def checkpoint(self, prepare_timeout: float = 15.0, *, stop: bool = False) -> asyncio.Task[Any]:
+    def checkpoint(
+        self, prepare_timeout: float = 15.0, *, stop: bool = False, only: frozenset[str] | None = None
+    ) -> asyncio.Task[Any]:
+        """`only`: the rollouts that it is to hold."""
         self.taken += 1
         name = f"cp{self.taken}"
 
@@ -181,7 +188,7 @@ class World:
         async def take() -> Any:
             try:
                 return await coordinator.controller.take(
-                    f"{name}-id", name, tell, prepare_timeout=prepare_timeout, stop=stop
+                    f"{name}-id", name, tell, prepare_timeout=prepare_timeout, episodes=only, stop=stop
                 )
             except ConnectionError as failure:
                 return failure
@@ -219,6 +226,12 @@ class World:
             self.tasks.append(asyncio.ensure_future(self._release()))
         return self.in_service()
 
+    def ends(self) -> bool:
+        """Whether an episode is behind its activation: there it is soon over, and nothing may be repeated."""
+        return any(
+            live.where in ("close_agent", "verify", "return") for live in self.rig.participant("env")._live.values()
+        )
+
     def in_service(self) -> bool:
         return self.coordinated and self.record.stage is Stage.RUNNING and not self.coordinator.controller.busy
 
@@ -240,6 +253,16 @@ class World:
     def repeat(self, seen: Seen) -> asyncio.Task[Any]:
         """A call that was made once is made again, by somebody who does not know that it is old."""
         return self.begin(self._send(seen.method, f"http://{seen.host}{seen.path}", seen.body, dict(seen.headers)))
+
+    def mistake(self, seen: Seen) -> None:
+        """A call to a session is made by somebody who takes it for another attempt's, which there never is."""
+        if seen.host not in ("agent", "counter") or seen.path.endswith(BEGIN_OR_END):
+            return
+        _, prefix, key, rest = seen.path.split("/", 3)
+        episode = parse_key(key)
+        path = f"/{prefix}/{episode.under(episode.attempt + NEVER_REACHED).key}/{rest}"
+        self.watch.mistaken.add(path)
+        self.repeat(replace(seen, path=path))
 
     async def _send(
         self, method: str, url: str, body: bytes, headers: dict[str, str] | None = None
