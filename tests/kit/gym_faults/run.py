@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import resource
 import sys
+import time
+from typing import ClassVar
 
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
@@ -23,6 +25,25 @@ SHORT = settings(
 )
 
 
+PROGRESS_SECONDS = 30.0
+
+
+class Counted(Faults):
+    """Says how far it is; what was played to shorten a failure counts too."""
+
+    played: ClassVar[int] = 0
+    began: ClassVar[float] = time.monotonic()
+    said: ClassVar[float] = began
+
+    def teardown(self) -> None:
+        super().teardown()
+        cls, now = type(self), time.monotonic()
+        cls.played += 1
+        if now - cls.said >= PROGRESS_SECONDS:
+            cls.said = now
+            print(f"{cls.played} sequences in {now - cls.began:.0f} s", file=sys.stderr, flush=True)
+
+
 def main() -> int:
     examples = int(os.environ.get("N", "1000"))
     long = settings(SHORT, max_examples=examples, derandomize=False)
@@ -31,7 +52,7 @@ def main() -> int:
     if os.environ.get("FIRST"):
         # The first sequence that fails, as it was found: for whoever wants to know only whether there is one.
         long = settings(long, phases=[Phase.generate], report_multiple_bugs=False)
-    run_state_machine_as_test(Faults, settings=long)
+    run_state_machine_as_test(Counted, settings=long)
     print(f"{examples} examples: nothing found")
     return 0
 
