@@ -11,7 +11,7 @@ from botocore.exceptions import IncompleteReadError, ReadTimeoutError, ResponseS
 
 from gym_servers.protocol.digests import sha256
 from gym_servers.stack.settings import S3Settings
-from gym_servers.storage.s3 import S3Store
+from gym_servers.storage.s3 import S3Credentials, S3Store
 from gym_servers.storage.store import StorageError
 
 CUT = {
@@ -49,6 +49,14 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Client:
     made = Client([])
     monkeypatch.setattr(boto3.session.Session, "client", lambda *_, **__: made)
     return made
+
+
+def test_many_stores_share_one_description_of_the_service() -> None:
+    """It takes 12 MiB: an operator with hundreds of stacks has one."""
+    stores = [S3Store(S3Settings(bucket="bucket"), "prefix", S3Credentials("key", str(i))) for i in range(3)]
+    models = {id(each._client()[1].meta.service_model._service_description) for each in stores}
+    assert len({id(each._client()[1]) for each in stores}) == 3
+    assert len(models) == 1
 
 
 def store() -> S3Store:
