@@ -52,7 +52,7 @@ from gym_servers.coordination.settle import choose, settle_left_open
 from gym_servers.coordination.verbs import forget_all, leased, renew, resume_all, retire_all
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.messages import Status
-from gym_servers.storage.cells import directory_name, publication_of, reserve_attempt
+from gym_servers.storage.cells import directory_name, highest_attempt, publication_of, reserve_attempt
 from gym_servers.storage.locate import join
 from gym_servers.storage.manifest import Publication
 from gym_servers.storage.store import ObjectStore, StorageError
@@ -82,6 +82,7 @@ class CellController:
         self._checkpoint: asyncio.Task[Outcome] | None = None
         self._restarts = BlockerRestarts(host.announce, self._update, wall)
         self._taking: Checkpoint | None = None
+        self._reserved: int | None = None
         self._rows = 0
         self._seen: Mapping[str, d.Seen] = {}
         self._recovering = False
@@ -308,9 +309,8 @@ class CellController:
             )
             return
         choice = await self._choice(record) if wish is None else wish.choice
-        owner = f"recovery-{secrets.token_hex(8)}"
         above = max(record.attempt, wish.above if wish is not None else 0)
-        attempt = await asyncio.to_thread(lambda: reserve_attempt(self._open_store(self.settings.root), above, owner))
+        attempt = self._reserved = await asyncio.to_thread(self._reserve, above)
         pins = record.pins
         # What is not pinned is fresh already, unless nothing is: then nobody knows who coordinated these processes.
         ended = {
@@ -332,6 +332,7 @@ class CellController:
             failures=failures,
             recoveries=[*record.recoveries, recovery][-self.settings.kept_recoveries :],
         )
+        self._reserved = None
         source = f"checkpoint {choice.name}" if choice else "the input"
         said: tuple[Literal["Normal", "Warning"], str] = (
             ("Normal", "GoingOn") if planned else ("Warning", "Recovering")
@@ -339,6 +340,14 @@ class CellController:
         await self._host.announce(*said, f"{reason}; attempt {attempt} continues from {source}")
         if ended:
             await self._host.end(ended)
+
+    def _reserve(self, above: int) -> int:
+        """An attempt number for a recovery: the one before, if it could not be persisted that it began. Else each
+        look would use one up for as long as that goes on. Blocks. Raises StorageError."""
+        cell = self._open_store(self.settings.root)
+        if self._reserved is not None and self._reserved > above and self._reserved == highest_attempt(cell):
+            return self._reserved
+        return reserve_attempt(cell, above, f"recovery-{secrets.token_hex(8)}")
 
     async def _choice(self, record: CellRecord) -> Choice | None:
         """A death during a recovery is another recovery of the same checkpoint; else the newest that verifies."""
