@@ -57,7 +57,8 @@ class Adoptions:
         wake: Callable[[], None],
     ) -> None:
         self._kube, self._cache, self._events = services.kube, services.cache, services.events
-        self._stack, self._open_store, self._wake, self._wall = stack, open_store, wake, services.wall
+        self._stack, self._open_store, self._wake = stack, open_store, wake
+        self._wall, self._monotonic = services.wall, services.monotonic
         self._task: asyncio.Task[None] | None = None
         self._writers: dict[str, CheckpointWriter] = {}
         self._troubled: dict[str, float] = {}
@@ -70,7 +71,7 @@ class Adoptions:
                 return
             task, self._task = self._task, None
             task.result()
-        if self._wall() < self._due:
+        if self._monotonic() < self._due:
             return
         wanted = [body for body in self._cache.checkpoints_of(self._stack) if is_adoption(body)]
         present = {body["metadata"]["uid"] for body in wanted}
@@ -167,7 +168,7 @@ class Adoptions:
 
     async def _trouble(self, writer: CheckpointWriter, reason: ConditionReason, message: str) -> None:
         """Wait for what only a person can mend, and not for ever."""
-        now = self._wall()
+        now = self._monotonic()
         since = self._troubled.setdefault(writer.uid, now)
         self._due = now + RETRY_SECONDS
         if now - since > PATIENCE_SECONDS:

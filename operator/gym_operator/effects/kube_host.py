@@ -15,6 +15,7 @@ from gym_operator.effects.kube import PODS, Conflict, NotFound
 from gym_operator.effects.services import Services
 from gym_operator.effects.stack_pods import StackPods
 from gym_operator.effects.status_writers import StackWriter
+from gym_operator.effects.waits import Waits
 from gym_operator.rules.pod_state import PodState, pod_uid
 from gym_servers.coordination.cell_host import Process
 from gym_servers.coordination.record import CellRecord, Pin
@@ -44,6 +45,7 @@ class KubeCellHost:
         self._s, self._subject, self._cell = services, subject, cell
         self._pods, self._writer = pods, writer
         self._asked: dict[str, float] = {}
+        self._deleting = Waits(services.monotonic)
 
     def pods(self) -> dict[str, PodState]:
         """The pod that counts for each server."""
@@ -64,6 +66,7 @@ class KubeCellHost:
     async def end(self, processes: Mapping[str, str]) -> None:
         """Delete the pods of these processes, all at once; a pod that is another one by now is left alone."""
         pods = self.pods()
+        self._deleting.keep({pod.uid for pod in pods.values()})
         doomed = []
         for name, incarnation in processes.items():
             pod = pods.get(name)
@@ -90,7 +93,7 @@ class KubeCellHost:
         return True
 
     async def _delete(self, pod: PodState) -> None:
-        forced = self._pods.is_lost(pod) or pod.overdue(self._s.wall())
+        forced = self._pods.is_lost(pod) or (pod.grace is not None and pod.overdue(self._deleting.seconds(pod.uid)))
         if forced:
             message = f"node {pod.node} does not confirm the end of {pod.name}; it is removed by force"
             await self.announce("Warning", "PodForced", message)

@@ -21,8 +21,8 @@ from gym_operator.effects.events import Level, Subject
 from gym_operator.effects.kube import CHECKPOINTS, NotFound
 from gym_operator.effects.services import Services
 from gym_operator.effects.status_writers import Gone, RestoreWriter, Superseded
+from gym_operator.effects.waits import Waits
 from gym_operator.rules import restores as rules
-from gym_operator.rules.checkpoint_phases import age_seconds
 from gym_operator.rules.checkpoint_queue import PATIENCE_SECONDS, Obstacle
 from gym_servers.coordination.cell_host import Wish
 from gym_servers.coordination.controller import CellController
@@ -56,7 +56,9 @@ class Restores:
         wake_cell: Callable[[int], None],
     ) -> None:
         self._kube, self._cache, self._events = services.kube, services.cache, services.events
-        self._stack, self._uid, self._wall = stack, stack_uid, services.wall
+        self._stack, self._uid = stack, stack_uid
+        self._wall, self._monotonic = services.wall, services.monotonic
+        self._waits = Waits(services.monotonic)
         self._open_store, self._wake, self._wake_cell = open_store, wake, wake_cell
         self._writers: dict[str, RestoreWriter] = {}
         self._reading: asyncio.Task[Parts] | None = None
@@ -95,6 +97,7 @@ class Restores:
         mine = self._mine()
         present = {body["metadata"]["uid"] for body in mine}
         self._wishes = {index: wish for index, wish in self._wishes.items() if wish.by in present}
+        self._waits.keep(present)
         self._writers = {uid: writer for uid, writer in self._writers.items() if uid in present}
         for body in mine:
             # It knows what was written last, which the cache may not yet.
@@ -148,7 +151,7 @@ class Restores:
     # ---- reading ------------------------------------------------------------------------------------------
 
     async def _begin_reading(self, writer: RestoreWriter, restore: GymRestore) -> bool:
-        if self._wall() < self._due:
+        if self._monotonic() < self._due:
             return True
         match await self._resolve(restore):
             case rules.Found(places):
@@ -159,8 +162,8 @@ class Restores:
             case rules.Refuse(reason, message):
                 return await self._fail(writer, reason, message)
             case rules.Wait(reason, message, patient):
-                self._due = self._wall() + 1.0
-                if not patient and age_seconds(restore.metadata.creation_timestamp, self._wall()) > PATIENCE_SECONDS:
+                self._due = self._monotonic() + 1.0
+                if not patient and self._waits.seconds(writer.uid) > PATIENCE_SECONDS:
                     return await self._fail(writer, reason, message)
                 await self._wait(writer, reason, message)
                 return True
@@ -202,13 +205,13 @@ class Restores:
         """What a restore that is under way restores, once it is read; None until then. Raises ProtocolError."""
         task = self._reading
         if task is None or task.get_name() != writer.uid:
-            if self._wall() >= self._due:
+            if self._monotonic() >= self._due:
                 places = [rules.Place(cell.uri, cell.digest, cell.index) for cell in cells]
                 self._read_beside(writer.uid, places, whole=whole)
             return None
         if not task.done():
             return None
-        self._reading, self._due = None, self._wall() + RETRY_SECONDS
+        self._reading, self._due = None, self._monotonic() + RETRY_SECONDS
         try:
             return await task
         except StorageError as error:
@@ -334,7 +337,7 @@ class Restores:
 
     async def _trouble(self, writer: RestoreWriter, reason: ConditionReason, message: str) -> bool:
         """Wait for what only a person can mend, and not for ever."""
-        now = self._wall()
+        now = self._monotonic()
         if self._troubled is None or self._troubled[0] != writer.uid:
             self._troubled = (writer.uid, now)
         self._reading, self._due = None, now + RETRY_SECONDS

@@ -23,7 +23,7 @@ from gym_operator.api.checkpoint import (
     CheckpointStatus,
 )
 from gym_operator.api.conditions import ConditionReason, ConditionStatus, ConditionType
-from gym_operator.api.objects import clip, format_time, parse_time
+from gym_operator.api.objects import clip, format_time
 from gym_operator.rules.conditions import put
 from gym_servers.protocol.messages import Blocker as ProtocolBlocker
 from gym_servers.stack.settings import ParticipantKind
@@ -339,8 +339,3 @@ def _told(status: CheckpointStatus, phase: CheckpointPhase, reason: str, message
             "conditions": conditions,
         }
     )
-
-
-def age_seconds(creation_timestamp: str, now: float) -> float:
-    """How long ago an object was created; 0 where its time is not known."""
-    return max(0.0, now - parse_time(creation_timestamp)) if creation_timestamp else 0.0

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from gym_operator.api import names
-from gym_operator.api.objects import parse_time
 from gym_operator.rules.workloads.pods import CONTAINER
 
 OVERDUE_SECONDS: Final = 20.0
@@ -20,8 +19,8 @@ OVERDUE_SECONDS: Final = 20.0
 
 @dataclass(frozen=True)
 class PodState:
-    """The pod of a server in a cell. `incarnation` is None while no process was started, `delete_by` (Unix seconds)
-    None while it is not being deleted; `detail` says why it is not alive."""
+    """The pod of a server in a cell. `incarnation` is None while no process was started; `grace`, in seconds, is what
+    a pod that is being deleted has to end, None for any other; `detail` says why it is not alive."""
 
     uid: str
     name: str
@@ -38,11 +37,13 @@ class PodState:
     address: str | None
     node: str | None
     detail: str
-    delete_by: float | None
+    grace: float | None
 
-    def overdue(self, now: float) -> bool:
-        """Whether nobody seems to confirm its end, so that it has to be forced."""
-        return self.delete_by is not None and now > self.delete_by + OVERDUE_SECONDS
+    def overdue(self, since: float) -> bool:
+        """Whether nobody seems to confirm its end, so that it has to be forced. `since`: for how many seconds it was
+        seen being deleted. The time in the pod is not compared with ours: two clocks that are a minute apart would
+        have pods forced whose processes are about to end."""
+        return self.grace is not None and since > self.grace + OVERDUE_SECONDS
 
 
 def observe(pod: Mapping[str, Any]) -> PodState:
@@ -70,7 +71,7 @@ def observe(pod: Mapping[str, Any]) -> PodState:
         address=status.get("podIP"),
         node=(pod.get("spec") or {}).get("nodeName"),
         detail="" if alive else _detail(status, container, deleted is not None),
-        delete_by=parse_time(deleted) if deleted else None,
+        grace=float(metadata.get("deletionGracePeriodSeconds") or 0) if deleted else None,
     )
 
 

@@ -15,6 +15,7 @@ from typing import TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
+from gym_servers.coordination.clocks import PeerClock
 from gym_servers.protocol import messages as m
 from gym_servers.protocol.errors import ProtocolError, refusal_of
 
@@ -31,7 +32,8 @@ class Unreachable(Exception):
 
 @dataclass(frozen=True)
 class ParticipantClient:
-    """One participant's control endpoint. `wall` gives Unix time."""
+    """One participant's control endpoint. `wall` gives Unix time; `clock` is the participant's own, shared by all
+    clients of it."""
 
     name: str
     kind: str
@@ -40,6 +42,7 @@ class ParticipantClient:
     http: httpx.AsyncClient
     wall: Callable[[], float] = time.time
     previous_token: str = field(default="", repr=False)  # good where a rotation of the token has not arrived yet
+    clock: PeerClock = field(default_factory=PeerClock, repr=False)
 
     async def status(self, timeout: float = 2.0) -> m.Status:
         """One try. Raises Unreachable, ProtocolError."""
@@ -57,9 +60,9 @@ class ParticipantClient:
 
     async def call(self, verb: str, body: m.Verb, reply: type[T]) -> T:
         """POST a verb until it is answered or its deadline has passed. Raises ProtocolError, Unreachable."""
-        content = body.model_dump(mode="json")
         while True:
             left = body.deadline_ts - self.wall()
+            content = {**body.model_dump(mode="json"), "deadline_ts": self.clock.of(body.deadline_ts)}
             try:
                 return await self._once("POST", verb, content, reply, max(0.1, left) + REPLY_GRACE_SECONDS)
             except Unreachable:
@@ -90,10 +93,13 @@ class ParticipantClient:
     async def _ask(
         self, method: str, verb: str, content: dict[str, object] | None, token: str, timeout: float
     ) -> httpx.Response:
-        return await self.http.request(
+        asked = self.wall()
+        response = await self.http.request(
             method,
             f"{self.url}{m.PREFIX}/{verb}",
             json=content,
             headers={"authorization": f"Bearer {token}"},
             timeout=httpx.Timeout(timeout, connect=min(timeout, 2.0)),
         )
+        self.clock.heard(response.headers.get("date"), asked, self.wall())
+        return response

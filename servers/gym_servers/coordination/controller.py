@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Literal
@@ -27,6 +28,7 @@ from gym_servers.coordination.checkpoint import (
     tombstone,
 )
 from gym_servers.coordination.client import ParticipantClient, Unreachable
+from gym_servers.coordination.clocks import PeerClock
 from gym_servers.coordination.continuation import Continuation, continuation
 from gym_servers.coordination.install import (
     InstallFailed,
@@ -83,6 +85,7 @@ class CellController:
         self._restarts = BlockerRestarts(host.announce, self._update, wall)
         self._taking: Checkpoint | None = None
         self._reserved: int | None = None
+        self._clocks: defaultdict[str, PeerClock] = defaultdict(PeerClock)
         self._rows = 0
         self._seen: Mapping[str, d.Seen] = {}
         self._recovering = False
@@ -119,7 +122,7 @@ class CellController:
 
     def _client(self, name: str, kind: str, url: str) -> ParticipantClient:
         token, previous = self.settings.token, self.settings.previous_token
-        return ParticipantClient(name, kind, url, token, self._http, self._wall, previous)
+        return ParticipantClient(name, kind, url, token, self._http, self._wall, previous, self._clocks[name])
 
     async def _status(self, client: ParticipantClient) -> Status | None:
         try:
