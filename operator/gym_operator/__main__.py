@@ -50,6 +50,8 @@ def main() -> None:
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for noisy in ("kopf", "httpx", "httpcore", "kubernetes", "aiohttp", "asyncio", "boto3", "botocore", "urllib3"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    # In a thread of its own it warns each time that signals are not its matter.
+    logging.getLogger("kopf._core.reactor.running").setLevel(logging.ERROR)
     try:
         cli()
     except (StartError, KubeConfigError) as error:

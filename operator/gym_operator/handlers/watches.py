@@ -1,4 +1,4 @@
-"""What kopf is for here: reliable watches. Handlers put what they are told into the fleet, and decide nothing.
+"""What kopf is for here: reliable watches. Handlers hand on what they are told, and decide nothing.
 
 Only raw events are handled: no finalizer, no annotation and no status is written by the framework, so that a stack
 can be deleted while the operator is away.
@@ -6,20 +6,22 @@ can be deleted while the operator is away.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import kopf
 
 from gym_operator.api import names
-from gym_operator.effects.fleet import Fleet
+from gym_operator.effects.kube import Resource
+from gym_operator.effects.resync import WATCHED
 from gym_operator.handlers.login import connection_info
 
+Tell = Callable[[Resource, bool, Mapping[str, Any]], None]
 
-def registry(
-    fleet: Fleet, kubeconfig: str | None, end: Callable[[], Awaitable[None]], *, cluster_wide: bool
-) -> kopf.OperatorRegistry:
-    """The handlers, bound to a fleet. `end` ends its work; it may be called again after it."""
+
+def registry(tell: Tell, kubeconfig: str | None, *, cluster_wide: bool) -> kopf.OperatorRegistry:
+    """The handlers. `tell` is told of each event: kind, whether the object is deleted, the object."""
     handlers = kopf.OperatorRegistry()
 
     @kopf.on.startup(registry=handlers)
@@ -30,32 +32,24 @@ def registry(
     async def login(**_: Any) -> kopf.ConnectionInfo:
         return await connection_info(kubeconfig)
 
-    @kopf.on.cleanup(registry=handlers)
-    async def clean_up(**_: Any) -> None:
-        # Ours to end before the framework looks: it waits five seconds for any task it does not know.
-        await end()
-
-    @kopf.on.event(names.GROUP, names.VERSION, names.STACK_PLURAL, registry=handlers)
-    async def stack(event: kopf.RawEvent, **_: Any) -> None:
-        fleet.stack_event(event["type"] == "DELETED", event["object"])
-
-    @kopf.on.event(names.GROUP, names.VERSION, names.CHECKPOINT_PLURAL, registry=handlers)
-    async def checkpoint(event: kopf.RawEvent, **_: Any) -> None:
-        fleet.checkpoint_event(event["type"] == "DELETED", event["object"])
-
-    @kopf.on.event(names.GROUP, names.VERSION, names.SCHEDULE_PLURAL, registry=handlers)
-    async def schedule(event: kopf.RawEvent, **_: Any) -> None:
-        fleet.schedule_event(event["type"] == "DELETED", event["object"])
-
-    @kopf.on.event(names.GROUP, names.VERSION, names.RESTORE_PLURAL, registry=handlers)
-    async def restore(event: kopf.RawEvent, **_: Any) -> None:
-        fleet.restore_event(event["type"] == "DELETED", event["object"])
-
-    @kopf.on.event("", "v1", "pods", labels={names.STACK_LABEL: kopf.PRESENT}, registry=handlers)
-    async def pod(event: kopf.RawEvent, **_: Any) -> None:
-        fleet.pod_event(event["type"] == "DELETED", event["object"])
-
+    for resource, label in WATCHED.items():
+        _hand_on(resource, label, tell, handlers)
     return handlers
+
+
+def _hand_on(resource: Resource, label: str, tell: Tell, handlers: kopf.OperatorRegistry) -> None:
+    labels = {label: kopf.PRESENT} if label else None
+
+    @kopf.on.event(*resource, id=resource.plural, labels=labels, registry=handlers)
+    async def hand_on(event: kopf.RawEvent, **_: Any) -> None:
+        tell(resource, event["type"] == "DELETED", event["object"])
+
+
+class Backoffs:
+    """Seconds between tries to reach the API server: soon, then calmly, for ever. An end would end the framework."""
+
+    def __iter__(self) -> Iterator[float]:
+        return itertools.chain((0.5, 1.0, 2.0), itertools.repeat(3.0))
 
 
 def set_up(settings: kopf.OperatorSettings, *, cluster_wide: bool) -> None:
@@ -66,12 +60,16 @@ def set_up(settings: kopf.OperatorSettings, *, cluster_wide: bool) -> None:
     settings.watching.server_timeout = 300  # seconds; a watch that ends by itself cannot fall silent for longer
     settings.watching.client_timeout = 360
     settings.watching.connect_timeout = 10
+    settings.watching.inactivity_timeout = 70  # seconds; bookmarks come each minute
     settings.watching.reconnect_backoff = 0.1
+    settings.watching.chunk_size = 250  # objects of a list that are in memory at once
     settings.watching.label_selectors["v1", "pods"] = names.STACK_LABEL  # other pods are not even sent to us
     settings.networking.request_timeout = 30
     settings.networking.connect_timeout = 10
+    settings.networking.error_backoffs = Backoffs()
+    settings.queueing.idle_timeout = 1.0  # seconds; a task and a queue for each object, thousands at the start
     settings.scanning.disabled = not cluster_wide  # a namespaced role may not list CRDs and namespaces
-    settings.process.ultimate_exiting_timeout = 30  # as long as a pod has to end
+    settings.process.ultimate_exiting_timeout = None  # it would end the whole process where its own thread hangs
     settings.persistence.finalizer = names.FINALIZER  # none is ever added; should one be, it has our name
     settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=names.GROUP)
     settings.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=names.GROUP)
