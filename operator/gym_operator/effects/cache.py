@@ -39,20 +39,27 @@ def stack_of(checkpoint: Mapping[str, Any]) -> Key:
 
 
 class Objects:
-    """Objects of one kind as they were told last; what is older than what is known changes nothing."""
+    """Objects of one kind as they were told last; what is older than what is known changes nothing. `changes` counts:
+    who has seen all of them need not look again before it grows."""
 
     def __init__(self) -> None:
         self._bodies: dict[Key, Mapping[str, Any]] = {}
+        self.changes = 0
 
-    def put(self, body: Mapping[str, Any]) -> None:
+    def put(self, body: Mapping[str, Any]) -> bool:
+        """Whether that was news."""
         known = self._bodies.get(key_of(body))
-        if known is None or version_of(body) >= version_of(known):
-            self._bodies[key_of(body)] = body
+        if known is not None and version_of(body) <= version_of(known):
+            return False
+        self._bodies[key_of(body)] = body
+        self.changes += 1
+        return True
 
     def drop(self, key: Key, uid: str) -> None:
         known = self._bodies.get(key)
         if known is not None and known["metadata"]["uid"] == uid:
             del self._bodies[key]
+            self.changes += 1
 
     def get(self, key: Key) -> Mapping[str, Any] | None:
         return self._bodies.get(key)
@@ -62,37 +69,47 @@ class Objects:
 
 
 class Cache:
-    """The objects by key. `transport` learns which addresses answer."""
+    """The objects by key. `transport` learns which addresses answer. `entry_changes` counts changes of what
+    `entries` gives, as `Objects.changes` does."""
 
     def __init__(self, transport: PodTransport) -> None:
         self.stacks: dict[Key, Mapping[str, Any]] = {}
         self.checkpoints: dict[Key, Mapping[str, Any]] = {}
         self.schedules = Objects()
         self.restores = Objects()
+        self.entry_changes = 0
         self._entries: dict[Key, Entry] = {}
         self._finished: dict[str, None] = {}
         self._pods: dict[str, dict[str, PodState]] = {}
         self._transport = transport
 
-    def put_stack(self, body: Mapping[str, Any]) -> None:
+    def put_stack(self, body: Mapping[str, Any]) -> bool:
+        """Whether that was news."""
         key, known = key_of(body), self.stacks.get(key_of(body))
-        if known is None or version_of(body) >= version_of(known):
-            self.stacks[key] = body
+        if known is not None and version_of(body) <= version_of(known):
+            return False
+        self.stacks[key] = body
+        return True
 
     def drop_stack(self, key: Key, uid: str) -> None:
         known = self.stacks.get(key)
         if known is not None and known["metadata"]["uid"] == uid:
             del self.stacks[key]
 
-    def put_checkpoint(self, body: Mapping[str, Any]) -> None:
-        """Of finished ones only an entry is kept: there may be thousands, and little happens to them any more."""
+    def put_checkpoint(self, body: Mapping[str, Any]) -> bool:
+        """Of finished ones only an entry is kept: there may be thousands, and little happens to them any more.
+        Whether that was news to who takes checkpoints of its stack."""
         key, known, entry = key_of(body), self.checkpoints.get(key_of(body)), entry_of(body)
-        if key not in self._entries or entry.version >= self._entries[key].version:
-            self._entries[key] = entry
+        before = self._entries.get(key)
+        if before is not None and entry.version <= before.version:
+            return False
+        self._entries[key] = entry
+        self.entry_changes += 1
         if entry.over or entry.uid in self._finished:
             self.checkpoints.pop(key, None)
-        elif known is None or version_of(body) >= version_of(known):
-            self.checkpoints[key] = body
+            return known is not None
+        self.checkpoints[key] = body
+        return True
 
     def drop_checkpoint(self, key: Key, uid: str) -> None:
         """It is not there any more."""
@@ -100,6 +117,7 @@ class Cache:
         entry = self._entries.get(key)
         if entry is not None and entry.uid == uid:
             del self._entries[key]
+            self.entry_changes += 1
 
     def _done_with(self, key: Key, uid: str) -> None:
         known = self.checkpoints.get(key)
@@ -146,6 +164,10 @@ class Cache:
     def pods_of(self, stack_uid: str, cell: int) -> dict[str, PodState]:
         """The pod that counts for each server of a cell."""
         return by_server(pod for pod in self._pods.get(stack_uid, {}).values() if pod.cell == cell)
+
+    def has_pods(self, stack_uid: str) -> bool:
+        """Whether there is any pod of a stack."""
+        return bool(self._pods.get(stack_uid))
 
     def nodes_of(self, stack_uid: str) -> set[str]:
         """The nodes that a stack's pods are on."""

@@ -42,6 +42,8 @@ LAST_WORDS_SECONDS: Final = 0.02
 """A look that is all but done when something dies may end by itself."""
 BUSY_SECONDS: Final = 0.25
 CALM_SECONDS: Final = 1.0
+UNASKED_SECONDS: Final = 600.0
+"""While nobody has given orders: who does wakes the cell."""
 TROUBLE_SECONDS: Final = 1.0
 """After a pass that failed."""
 STAND_BY_SECONDS: Final = 30.0
@@ -223,7 +225,7 @@ class CellWorker:
             await self.let_go("Superseded", "another operator has taken over")
             return TROUBLE_SECONDS
         if orders is None:
-            return CALM_SECONDS
+            return UNASKED_SECONDS
         await self._know()
         if orders.settings is None:
             await self.let_go("CheckpointsDisabled", "checkpoints were turned off")

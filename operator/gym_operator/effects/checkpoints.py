@@ -95,7 +95,8 @@ class Checkpoints:
         wake: Callable[[int], None],
     ) -> None:
         self._kube, self._cache, self._events = services.kube, services.cache, services.events
-        self._stack, self._open_store, self._wake, self._wall = stack, open_store, wake, services.wall
+        self._stack, self._open_store, self._wake = stack, open_store, wake
+        self._wall, self._monotonic = services.wall, services.monotonic
         self._under_way: dict[int, _UnderWay] = {}
         self._writers: dict[str, CheckpointWriter] = {}
         self._resolve_due: dict[int, float] = {}
@@ -211,7 +212,7 @@ class Checkpoints:
         if not hindered:
             self._hindered_since.pop(key, None)
             return 0.0
-        return self._wall() - self._hindered_since.setdefault(key, self._wall())
+        return self._monotonic() - self._hindered_since.setdefault(key, self._monotonic())
 
     # ---- ends that others bring about ---------------------------------------------------------------------
 
@@ -266,8 +267,8 @@ class Checkpoints:
         self._wake(part.index)  # what goes on in a cell is looked at more often
 
     def _resolve(self, part: Part) -> None:
-        if self._wall() >= self._resolve_due.get(part.index, float("-inf")):
-            self._resolve_due[part.index] = self._wall() + RESOLVE_SECONDS
+        if self._monotonic() >= self._resolve_due.get(part.index, float("-inf")):
+            self._resolve_due[part.index] = self._monotonic() + RESOLVE_SECONDS
             failure = self._unsettled.get((part.writer.uid, part.index))
             self._begin(part, partial(parts.resolve, part, self._open_store, failure), None)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import binascii
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 from gym_operator.api import names
@@ -21,8 +22,8 @@ from gym_operator.rules.workloads import (
     needs_update,
 )
 
-PRUNED: Final = ("StatefulSet", "Service")
-"""Kinds of which a server taken out of the spec leaves objects behind."""
+LISTED: Final = ("StatefulSet", "Service")
+"""Kinds of which each server has some; one that is taken out of the spec leaves them behind."""
 
 
 class ChildProblem(Exception):
@@ -83,24 +84,38 @@ def _decoded(secret: Body, key: str) -> str:
 
 async def ensure_children(kube: Kube, context: StackContext, *, running: bool) -> None:
     """Create or replace what differs, and remove what the spec no longer names. Raises ForeignChild, KubeError."""
-    wanted = build_children(context, running=running)
+    wanted, present = build_children(context, running=running), await _listed(kube, context)
     for manifest in wanted:
-        await _ensure(kube, context, manifest)
-    await _prune(kube, context, wanted)
+        await _ensure(kube, context, manifest, present.get(_place(manifest)))
+    await _prune(kube, context, wanted, present)
 
 
-async def _ensure(kube: Kube, context: StackContext, manifest: Manifest) -> None:
-    namespace, resource = context.identity.namespace, CHILDREN[manifest["kind"]]
-    name = manifest["metadata"]["name"]
-    try:
-        found = await kube.get(resource, namespace, name)
-    except NotFound:
+async def _listed(kube: Kube, context: StackContext) -> dict[tuple[str, str], Body]:
+    """The children there are of those kinds of which a stack has many: two requests in place of a dozen."""
+    selector, found = f"{names.STACK_UID_LABEL}={context.identity.uid}", {}
+    for kind in LISTED:
+        listing = await kube.list_all(CHILDREN[kind], context.identity.namespace, selector)
+        found.update({(kind, body["metadata"]["name"]): body for body in listing.items})
+    return found
+
+
+def _place(manifest: Manifest) -> tuple[str, str]:
+    return manifest["kind"], manifest["metadata"]["name"]
+
+
+async def _ensure(kube: Kube, context: StackContext, manifest: Manifest, known: Body | None) -> None:
+    namespace, (kind, name) = context.identity.namespace, _place(manifest)
+    found, resource = known, CHILDREN[kind]
+    if found is None and kind not in LISTED:
+        with suppress(NotFound):
+            found = await kube.get(resource, namespace, name)
+    if found is None:
         try:
             await kube.create(resource, namespace, manifest)
             return
-        except Conflict:
+        except Conflict:  # somebody else's, or ours without its labels
             found = await kube.get(resource, namespace, name)
-    _own(found, context, manifest["kind"])
+    _own(found, context, kind)
     if needs_update(found, manifest):
         await kube.replace(resource, namespace, _over(found, manifest))
 
@@ -123,16 +138,12 @@ def _over(found: Body, manifest: Manifest) -> dict[str, Any]:
     return replacement
 
 
-async def _prune(kube: Kube, context: StackContext, wanted: Sequence[Manifest]) -> None:
-    kept = {(manifest["kind"], manifest["metadata"]["name"]) for manifest in wanted}
-    selector = f"{names.STACK_UID_LABEL}={context.identity.uid}"
-    for kind in PRUNED:
-        listing = await kube.list_all(CHILDREN[kind], context.identity.namespace, selector)
-        for found in listing.items:
-            metadata = found["metadata"]
-            if (kind, metadata["name"]) in kept or is_foreign(found, context.identity.uid):
-                continue
-            try:
-                await kube.delete(CHILDREN[kind], context.identity.namespace, metadata["name"], metadata["uid"])
-            except (NotFound, Conflict):
-                continue
+async def _prune(
+    kube: Kube, context: StackContext, wanted: Sequence[Manifest], present: Mapping[tuple[str, str], Body]
+) -> None:
+    kept = {_place(manifest) for manifest in wanted}
+    for (kind, name), found in present.items():
+        if (kind, name) in kept or is_foreign(found, context.identity.uid):
+            continue
+        with suppress(NotFound, Conflict):
+            await kube.delete(CHILDREN[kind], context.identity.namespace, name, found["metadata"]["uid"])

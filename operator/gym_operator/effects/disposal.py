@@ -58,23 +58,30 @@ class Disposal:
     ) -> None:
         self._kube, self._cache, self._events = kube, cache, events
         self._wall, self._monotonic, self._cluster = wall, monotonic, cluster
+        self._seen = -1
+        self._duties: list[tuple[Entry, Duty]] = []
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._due: dict[tuple[str, Duty], float] = {}
         self._failing_since: dict[str, float] = {}
         self._at_once = asyncio.Semaphore(AT_ONCE)
 
     async def step(self) -> None:
-        entries = self._cache.entries()
-        present = {entry.uid for entry in entries}
         self._tasks = {uid: task for uid, task in self._tasks.items() if not task.done()}
-        self._due = {known: due for known, due in self._due.items() if known[0] in present}
-        self._failing_since = {uid: since for uid, since in self._failing_since.items() if uid in present}
+        if self._cache.entry_changes != self._seen:  # else there may be thousands, and nothing new about any
+            self._seen = self._cache.entry_changes
+            self._look()
         now = self._monotonic()
-        for entry in entries:
-            duty = rules.duty_of(entry)
-            if duty is not None and entry.uid not in self._tasks and now >= self._due.get((entry.uid, duty), now):
+        for entry, duty in self._duties:
+            if entry.uid not in self._tasks and now >= self._due.get((entry.uid, duty), now):
                 self._due[entry.uid, duty] = now + RETRY_SECONDS
                 self._tasks[entry.uid] = asyncio.create_task(self._do(duty, entry))
+
+    def _look(self) -> None:
+        entries = self._cache.entries()
+        present = {entry.uid for entry in entries}
+        self._due = {known: due for known, due in self._due.items() if known[0] in present}
+        self._failing_since = {uid: since for uid, since in self._failing_since.items() if uid in present}
+        self._duties = [(entry, duty) for entry in entries if (duty := rules.duty_of(entry)) is not None]
 
     async def close(self) -> None:
         """Leave what is under way to the next operator."""

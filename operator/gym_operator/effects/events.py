@@ -80,6 +80,8 @@ class Events:
                 await self._kube.create(EVENTS, namespace, event)
             except KubeError as error:
                 log.info("an Event was not posted: %s", error)
+            except Exception:
+                log.exception("an Event could not be posted")  # the next one may be another matter
 
 
 def _event(subject: Subject, level: Level, reason: str, message: str) -> dict[str, Any]:

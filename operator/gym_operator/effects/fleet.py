@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -16,26 +16,17 @@ from gym_operator.effects.cache import Key, key_of, stack_of, version_of
 from gym_operator.effects.checkpoints import writer_for
 from gym_operator.effects.disposal import Disposal
 from gym_operator.effects.events import Subject
-from gym_operator.effects.kube import (
-    CHECKPOINTS,
-    PODS,
-    RESTORES,
-    SCHEDULES,
-    STACKS,
-    KubeError,
-    Listing,
-    NotFound,
-    Resource,
-)
+from gym_operator.effects.kube import CHECKPOINTS, PODS, RESTORES, SCHEDULES, STACKS, KubeError, NotFound, Resource
+from gym_operator.effects.resync import Resync
 from gym_operator.effects.retention import Retention
 from gym_operator.effects.schedules import Schedules
 from gym_operator.effects.services import Services
 from gym_operator.effects.status_writers import Gone, RestoreWriter, Superseded
+from gym_operator.effects.waits import Waits
 from gym_operator.effects.worker import StackWorker
 from gym_operator.rules import checkpoint_phases, checkpoint_queue
 from gym_operator.rules import restores as restore_rules
 from gym_operator.rules.restores import is_finished
-from gym_operator.rules.watch_health import Watches
 
 log = logging.getLogger(__name__)
 
@@ -46,26 +37,36 @@ DISPOSAL_SECONDS: Final = 0.5
 RESYNC_SECONDS: Final = 30.0
 STUCK_SECONDS: Final = 600.0
 """A pass may wait for a storage that does not answer, but not so long."""
-WATCHED: Final[Mapping[Resource, str]] = {
-    STACKS: "",
-    CHECKPOINTS: "",
-    SCHEDULES: "",
-    RESTORES: "",
-    PODS: names.STACK_LABEL,
-}
+FIRST_LOOKS: Final = 8
+"""Stacks that are looked at for the first time at once: hundreds that are there when an operator starts would all
+ask the API server together."""
 
 
 class Fleet:
-    """The workers by stack. `namespaces` empty means all of them."""
+    """The workers by stack. `namespaces` empty means all of them. `reopen` opens the watches anew."""
 
-    def __init__(self, services: Services, namespaces: Sequence[str] = ()) -> None:
+    def __init__(
+        self, services: Services, namespaces: Sequence[str] = (), reopen: Callable[[], None] = lambda: None
+    ) -> None:
         self._s, self._cache = services, services.cache
         self._namespaces: Sequence[str | None] = list(namespaces) or [None]
         self._workers: dict[Key, tuple[StackWorker, asyncio.Task[None]]] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self._closed = False
-        self._watches = Watches()
-        self._listed = asyncio.Event()
+        self._reopen = reopen
+        self._first_looks = asyncio.Semaphore(FIRST_LOOKS)
+        self._under_way: dict[str, float] = {}
+        self._orphans = Waits(services.monotonic)
+        self._tellers: Mapping[Resource, Callable[[bool, Mapping[str, Any]], None]] = {
+            STACKS: self._stack_is,
+            CHECKPOINTS: self._checkpoint_is,
+            SCHEDULES: self._schedule_is,
+            RESTORES: self._restore_is,
+            PODS: self._pod_is,
+        }
+        self._resync = Resync(
+            services.kube, services.cache, self._namespaces, self._is, self._see_to, services.monotonic
+        )
         self._disposal = Disposal(
             services.kube, services.cache, services.events, services.wall, services.monotonic, services.cluster
         )
@@ -74,49 +75,50 @@ class Fleet:
 
     # ---- what the watches tell ----------------------------------------------------------------------------
 
-    def stack_event(self, deleted: bool, body: Mapping[str, Any]) -> None:
-        key, uid = key_of(body), body["metadata"]["uid"]
-        self._seen(STACKS, body)
-        if deleted:
-            self._cache.drop_stack(key, uid)
-        else:
-            self._cache.put_stack(body)
-        self._see_to(key)
+    def event(self, resource: Resource, deleted: bool, body: Mapping[str, Any]) -> None:
+        """A watch has told of an object as it is, or as it was before it was deleted."""
+        watch = (resource.plural, self._scope(body["metadata"]["namespace"]))
+        self._resync.watches.told(watch, version_of(body))
+        self._is(resource, deleted, body)
 
-    def checkpoint_event(self, deleted: bool, body: Mapping[str, Any]) -> None:
-        self._seen(CHECKPOINTS, body)
+    def _is(self, resource: Resource, deleted: bool, body: Mapping[str, Any]) -> None:
+        """An object is so, whoever says so."""
+        self._tellers[resource](deleted, body)
+
+    def _stack_is(self, deleted: bool, body: Mapping[str, Any]) -> None:
+        if deleted:
+            self._cache.drop_stack(key_of(body), body["metadata"]["uid"])
+        elif not self._cache.put_stack(body):
+            return
+        self._see_to(key_of(body))
+
+    def _checkpoint_is(self, deleted: bool, body: Mapping[str, Any]) -> None:
         if deleted:
             self._cache.drop_checkpoint(key_of(body), body["metadata"]["uid"])
-        else:
-            self._cache.put_checkpoint(body)
+        elif not self._cache.put_checkpoint(body):
+            return
         self._wake(stack_of(body))
 
-    def schedule_event(self, deleted: bool, body: Mapping[str, Any]) -> None:
-        self._seen(SCHEDULES, body)
+    def _schedule_is(self, deleted: bool, body: Mapping[str, Any]) -> None:
         if deleted:
             self._cache.schedules.drop(key_of(body), body["metadata"]["uid"])
         else:
             self._cache.schedules.put(body)
 
-    def restore_event(self, deleted: bool, body: Mapping[str, Any]) -> None:
-        self._seen(RESTORES, body)
+    def _restore_is(self, deleted: bool, body: Mapping[str, Any]) -> None:
         if deleted:
             self._cache.restores.drop(key_of(body), body["metadata"]["uid"])
-        else:
-            self._cache.restores.put(body)
+        elif not self._cache.restores.put(body):
+            return
         self._wake(stack_of(body))
 
-    def pod_event(self, deleted: bool, body: Mapping[str, Any]) -> None:
-        self._seen(PODS, body)
+    def _pod_is(self, deleted: bool, body: Mapping[str, Any]) -> None:
         pod = self._cache.put_pod(body)
         if deleted:
             self._cache.drop_pod(pod.stack_uid, pod.uid)
         if (found := self._workers.get(Key(pod.namespace, pod.stack))) is None:
             return
         found[0].pod_changed(pod.cell, ended=deleted or (pod.incarnation is not None and not pod.alive))
-
-    def _seen(self, resource: Resource, body: Mapping[str, Any]) -> None:
-        self._watches.told((resource.plural, self._scope(body["metadata"]["namespace"])), version_of(body))
 
     def _scope(self, namespace: str) -> str | None:
         return None if self._namespaces == [None] else namespace
@@ -141,7 +143,7 @@ class Fleet:
         if found is not None:
             found[0].wake()
             return
-        worker = StackWorker(self._s, key, wanted)
+        worker = StackWorker(self._s, key, wanted, self._first_looks)
         task = asyncio.create_task(worker.run(), name=f"stack {key.namespace}/{key.name}")
         task.add_done_callback(lambda _: self._ended(worker))
         self._workers[key] = (worker, task)
@@ -179,32 +181,45 @@ class Fleet:
         """Everything that is not one stack's, for ever."""
         await asyncio.gather(
             self._s.events.run(),
-            self._again(ORPHANS_SECONDS, self._see_to_orphans),
-            self._again(SCHEDULES_SECONDS, self._schedules.step),
-            self._again(RETENTION_SECONDS, self._retention.step, self._listed),
-            self._again(DISPOSAL_SECONDS, self._disposal.step),
-            self._again(RESYNC_SECONDS, self._resync),
+            self._again("orphans", ORPHANS_SECONDS, self._see_to_orphans),
+            self._again("schedules", SCHEDULES_SECONDS, self._schedules.step),
+            self._again("retention", RETENTION_SECONDS, self._retain),
+            self._again("disposal", DISPOSAL_SECONDS, self._disposal.step),
+            self._again("resync", RESYNC_SECONDS, self._look_beside_the_watches),
         )
 
-    async def _again(self, seconds: float, step: Callable[[], Any], begin: asyncio.Event | None = None) -> None:
-        if begin is not None:
-            await begin.wait()
+    async def _again(self, name: str, seconds: float, step: Callable[[], Coroutine[Any, Any, None]]) -> None:
         while True:
             await asyncio.sleep(seconds)
+            self._under_way[name] = self._s.monotonic()
             try:
                 await step()
             except KubeError as error:
-                log.warning("%s: %s", step.__name__, error)
+                log.warning("%s: %s", name, error)
             except Exception:
-                log.exception("%s failed", step.__name__)
+                log.exception("%s failed", name)
+            finally:
+                del self._under_way[name]
+
+    async def _retain(self) -> None:
+        if self._resync.complete.is_set():  # before it is, what a checkpoint is needed for may not be known
+            await self._retention.step()
+
+    async def _look_beside_the_watches(self) -> None:
+        await self._resync.step()
+        if late := self._resync.watches.late():
+            log.warning("no news from the watches of %s: they are opened anew", ", ".join(late))
+            self._reopen()
 
     async def _see_to_orphans(self) -> None:
         """Checkpoints and restores of stacks that are not there. The API server is asked, since watches may lag
         behind."""
-        for body in list(self._cache.checkpoints.values()):
+        checkpoints, restores = list(self._cache.checkpoints.values()), self._cache.restores.values()
+        self._orphans.keep({body["metadata"]["uid"] for body in (*checkpoints, *restores)})
+        for body in checkpoints:
             if await self._is_orphan(stack_of(body)):
                 await self._see_to_orphan(body, stack_of(body))
-        for body in self._cache.restores.values():
+        for body in restores:
             if not is_finished(body) and await self._is_orphan(stack_of(body)):
                 await self._see_to_lost_restore(body, stack_of(body))
 
@@ -212,14 +227,14 @@ class Fleet:
         if stack in self._cache.stacks:
             return False
         try:
-            self.stack_event(False, await self._s.kube.get(STACKS, stack.namespace, stack.name))
+            self._is(STACKS, False, await self._s.kube.get(STACKS, stack.namespace, stack.name))
         except NotFound:
             return True
         return False
 
     async def _see_to_lost_restore(self, body: Mapping[str, Any], stack: Key) -> None:
         writer, now = RestoreWriter(self._s.kube, body), self._s.wall()
-        age = checkpoint_phases.age_seconds(body["metadata"]["creationTimestamp"], now)
+        age = self._orphans.seconds(writer.uid)
         status = restore_rules.without_stack(writer.status, stack.name, age, writer.generation, now)
         try:
             await writer.put(status)
@@ -231,7 +246,7 @@ class Fleet:
     async def _see_to_orphan(self, body: Mapping[str, Any], stack: Key) -> None:
         writer, now = writer_for(self._s.kube, body), self._s.wall()
         at = checkpoint_phases.At(writer.generation, now)
-        age = checkpoint_phases.age_seconds(body["metadata"]["creationTimestamp"], now)
+        age = self._orphans.seconds(writer.uid)
         if body["metadata"].get("deletionTimestamp"):
             age = float("inf")  # nobody waits for its stack any more
         try:
@@ -250,62 +265,20 @@ class Fleet:
         except Superseded:
             pass  # an old view: the next event brings a younger one
 
-    async def _resync(self) -> None:
-        """List everything: what a watch has missed is mended here."""
-        for resource, selector in WATCHED.items():
-            for namespace in self._namespaces:
-                listing = await self._s.kube.list_all(resource, namespace, selector)
-                latest = max((version_of(body) for body in listing.items), default=0)
-                self._watches.listed((resource.plural, namespace), latest, self._s.monotonic())
-                self._mend(resource, namespace, listing)
-        self._listed.set()  # what is in the cache now is all there is: a checkpoint that is missing may go
-
-    def _mend(self, resource: Resource, namespace: str | None, listing: Listing) -> None:
-        present = {body["metadata"]["uid"] for body in listing.items}
-
-        def vanished(version: int, uid: str, place: str) -> bool:
-            return uid not in present and version <= listing.version and namespace in (None, place)
-
-        match resource:
-            case r if r == PODS:
-                for body in listing.items:
-                    self._cache.put_pod(body)
-                for pod in self._cache.all_pods():
-                    if vanished(pod.version, pod.uid, pod.namespace):
-                        self._cache.drop_pod(pod.stack_uid, pod.uid)
-                        self._wake(Key(pod.namespace, pod.stack))
-            case r if r == STACKS:
-                for body in listing.items:
-                    self._cache.put_stack(body)
-                for key, known in list(self._cache.stacks.items()):
-                    if vanished(version_of(known), known["metadata"]["uid"], key.namespace):
-                        self._cache.drop_stack(key, known["metadata"]["uid"])
-                for key in {*self._cache.stacks, *self._workers}:
-                    self._see_to(key)
-            case r if r in (SCHEDULES, RESTORES):
-                objects = self._cache.schedules if r == SCHEDULES else self._cache.restores
-                for body in listing.items:
-                    objects.put(body)
-                for known in objects.values():
-                    if vanished(version_of(known), known["metadata"]["uid"], known["metadata"]["namespace"]):
-                        objects.drop(key_of(known), known["metadata"]["uid"])
-            case _:
-                for body in listing.items:
-                    self._cache.put_checkpoint(body)
-                for entry in self._cache.entries():
-                    if vanished(entry.version, entry.uid, entry.namespace):
-                        self._cache.drop_checkpoint(Key(entry.namespace, entry.name), entry.uid)
-
     # ---- health -------------------------------------------------------------------------------------------
 
     def health(self) -> dict[str, Any]:
         """`ok`, and what is wrong. It does not ask whether the API server or a storage answers: a restart of the
-        operator would not help against that."""
+        operator would not help against that. `looked` is how many stacks were looked at."""
         now = self._s.monotonic()
-        stuck = [
-            f"{worker.key.namespace}/{worker.key.name}"
-            for worker, _ in self._workers.values()
-            if worker.stuck(STUCK_SECONDS)
-        ]
-        silent = self._watches.silent(now)
-        return {"ok": not stuck and not silent, "stacks": len(self._workers), "stuck": stuck, "silentWatches": silent}
+        workers = [worker for worker, _ in self._workers.values()]
+        stuck = [f"{worker.key.namespace}/{worker.key.name}" for worker in workers if worker.stuck(STUCK_SECONDS)]
+        stuck += [name for name, began in self._under_way.items() if now - began > STUCK_SECONDS]
+        silent = self._resync.watches.silent()
+        return {
+            "ok": not stuck and not silent,
+            "stacks": len(workers),
+            "looked": sum(worker.looked for worker in workers),
+            "stuck": stuck,
+            "silentWatches": silent,
+        }

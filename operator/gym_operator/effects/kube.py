@@ -2,7 +2,8 @@
 
     KubeError                any refusal, or no answer (status 0)
      ├─ NotFound             there is no such object
-     └─ Conflict             the object changed meanwhile, exists already, or is another one
+     ├─ Conflict             the object changed meanwhile, exists already, or is another one
+     └─ Expired              what happened since then is not known any more
 
 Every call is one try: callers are level-driven and come again.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -24,6 +25,10 @@ from kubernetes.aio.config.incluster_config import SERVICE_HOST_ENV_NAME, load_i
 from gym_operator.api import names
 
 REQUEST_SECONDS: Final = 15.0
+PAGE: Final = 250
+"""Objects in one answer to a list: of thousands, not all are held in memory at once."""
+CHANGES_SECONDS: Final = 1
+"""How long the API server goes on telling what happened: the shortest there is, since it is asked for the past."""
 
 Body = dict[str, Any]
 
@@ -42,6 +47,10 @@ class NotFound(KubeError):
 
 class Conflict(KubeError):
     """The object changed since it was read, exists already, or has another UID."""
+
+
+class Expired(KubeError):
+    """What happened since a resource version is not known any more: list everything."""
 
 
 class KubeConfigError(Exception):
@@ -65,6 +74,14 @@ class Listing(NamedTuple):
     """All objects of a kind, and the resource version at which that is all there was."""
 
     items: Sequence[Body]
+    version: int
+
+
+class Changes(NamedTuple):
+    """What happened to objects of a kind, in order, each as it is after it and whether it is gone; and the resource
+    version up to which that is all."""
+
+    told: Sequence[tuple[bool, Body]]
     version: int
 
 
@@ -95,6 +112,14 @@ class Kube(Protocol):
         """All objects as of now; `namespace` None means everywhere."""
         ...
 
+    def pages(self, resource: Resource, namespace: str | None, selector: str = "") -> AsyncIterator[Listing]:
+        """As `list_all`, a part at a time; all parts are of one version."""
+        ...
+
+    async def changes(self, resource: Resource, namespace: str | None, since: int, selector: str = "") -> Changes:
+        """What happened since a resource version: costs nothing where nothing did. Raises Expired."""
+        ...
+
     async def create(self, resource: Resource, namespace: str, body: Body) -> Body: ...
 
     async def replace(self, resource: Resource, namespace: str, body: Body) -> Body: ...
@@ -122,9 +147,34 @@ class ApiKube:
         return await self._call("GET", resource.path(namespace, name))
 
     async def list_all(self, resource: Resource, namespace: str | None, selector: str = "") -> Listing:
-        query = [("labelSelector", selector)] if selector else None
-        found = await self._call("GET", resource.path(namespace), query=query)
-        return Listing(found["items"], int(found["metadata"]["resourceVersion"]))
+        items: list[Body] = []
+        version = 0
+        async for page in self.pages(resource, namespace, selector):
+            items += page.items
+            version = page.version
+        return Listing(items, version)
+
+    async def pages(self, resource: Resource, namespace: str | None, selector: str = "") -> AsyncIterator[Listing]:
+        first = [("limit", str(PAGE)), *([("labelSelector", selector)] if selector else [])]
+        query = first
+        while True:
+            found = await self._call("GET", resource.path(namespace), query=query)
+            metadata = found["metadata"]
+            yield Listing(found["items"], int(metadata["resourceVersion"]))
+            if not metadata.get("continue"):
+                return
+            query = [*first, ("continue", metadata["continue"])]
+
+    async def try_list(self, resource: Resource, namespace: str | None) -> None:
+        """Nothing, where it may be listed. Raises KubeError."""
+        await self._call("GET", resource.path(namespace), query=[("limit", "1")])
+
+    async def changes(self, resource: Resource, namespace: str | None, since: int, selector: str = "") -> Changes:
+        query = [
+            *(("watch", "true"), ("allowWatchBookmarks", "true"), ("resourceVersion", str(since))),
+            *(("timeoutSeconds", str(CHANGES_SECONDS)), *([("labelSelector", selector)] if selector else [])),
+        ]
+        return _changes(await self._answer("GET", resource.path(namespace), query=query), since)
 
     async def create(self, resource: Resource, namespace: str, body: Body) -> Body:
         return await self._call("POST", resource.path(namespace), body)
@@ -151,6 +201,12 @@ class ApiKube:
     async def _call(
         self, method: str, path: str, body: Body | None = None, query: list[tuple[str, str]] | None = None
     ) -> Body:
+        found: Body = json.loads(await self._answer(method, path, body, query))
+        return found
+
+    async def _answer(
+        self, method: str, path: str, body: Body | None = None, query: list[tuple[str, str]] | None = None
+    ) -> bytes:
         headers = {"Accept": "application/json", "Content-Type": "application/json"}
         serialized = await self.client.param_serialize(
             method, path, query_params=query, header_params=headers, body=body, auth_settings=["BearerToken"]
@@ -158,15 +214,14 @@ class ApiKube:
         timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS, connect=5.0)
         try:
             response = await self.client.call_api(*serialized, _request_timeout=timeout)
-            data = await response.read()  # type: ignore[no-untyped-call]
+            data: bytes = await response.read()  # type: ignore[no-untyped-call]
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             self.refused(method, 0)
             raise KubeError(0, f"the API server does not answer: {type(error).__name__}") from error
         if response.status >= 400:
             self.refused(method, response.status)
             raise _refusal(response.status, data)
-        found: Body = json.loads(data)
-        return found
+        return data
 
 
 async def connect(kubeconfig: str | None, refused: Callable[[str, int], None] = lambda verb, status: None) -> ApiKube:
@@ -193,6 +248,20 @@ async def load_configuration(kubeconfig: str | None) -> Configuration:
     return configuration
 
 
+def _changes(lines: bytes, since: int) -> Changes:
+    """Read what a watch has told. Raises Expired, KubeError."""
+    told, version = [], since
+    for line in lines.splitlines():
+        event = json.loads(line)
+        body = event["object"]
+        if event["type"] == "ERROR":
+            raise _refusal(int(body.get("code") or 0), json.dumps(body).encode())
+        version = max(version, int(body["metadata"]["resourceVersion"]))
+        if event["type"] != "BOOKMARK":
+            told.append((event["type"] == "DELETED", body))
+    return Changes(told, version)
+
+
 def _refusal(status: int, data: bytes) -> KubeError:
     try:
         message = str(json.loads(data).get("message") or "")
@@ -204,5 +273,7 @@ def _refusal(status: int, data: bytes) -> KubeError:
             return NotFound(status, text)
         case 409:
             return Conflict(status, text)
+        case 410:
+            return Expired(status, text)
         case _:
             return KubeError(status, text)

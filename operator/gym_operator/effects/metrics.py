@@ -21,8 +21,8 @@ from gym_operator.api.objects import parse_time
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 RECOVERING: Final = "Recovering"
 """The reason of the Event that says that a cell's processes are being replaced."""
-EXPECTED: Final = frozenset({404, 409})
-"""Answers of the API server that are part of the work: not there yet, changed meanwhile."""
+EXPECTED: Final = frozenset({404, 409, 410})
+"""Answers of the API server that are part of the work: not there yet, changed meanwhile, too long ago."""
 BUCKETS: Final = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 AT_REST: Final = frozenset({"Completed", "Stopped", "Suspended"})
 """Phases in which no checkpoint is missed, however old the newest is."""

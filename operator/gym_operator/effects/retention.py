@@ -9,6 +9,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from typing import Final, NamedTuple
 
 from gym_operator.api import names
 from gym_operator.api.event_reasons import Afterwards
@@ -27,28 +28,66 @@ _SURPLUS = "its schedule keeps newer ones, or none as old as this"
 _EXPIRED = "its ttl is over"
 
 
+CALM_SECONDS: Final = 30.0
+"""Between looks while nothing is told: a checkpoint may grow too old meanwhile."""
+KEPT_SECONDS: Final = 600.0
+"""A stack that needed all that might go is not asked again for so long: a newer checkpoint is told."""
+
+
+class Kept(NamedTuple):
+    """Of a stack nothing could go: its candidates, all its checkpoints, what there was of restores, and when."""
+
+    candidates: frozenset[tuple[str, int]]
+    known: frozenset[tuple[str, int]]
+    restores: int
+    at: float
+
+
 class Retention:
     """`step` lets go of what may go."""
 
     def __init__(self, kube: Kube, cache: Cache, events: Events, wall: Callable[[], float]) -> None:
         self._kube, self._cache, self._events, self._wall = kube, cache, events, wall
+        self._seen: tuple[int, ...] = ()
+        self._looked = float("-inf")
+        self._kept: dict[Key, Kept] = {}
 
     async def step(self) -> None:
-        entries = self._cache.entries()
+        now, cache = self._wall(), self._cache
+        seen = (cache.entry_changes, cache.schedules.changes, cache.restores.changes)
+        if seen == self._seen and 0 <= now - self._looked < CALM_SECONDS:
+            return
+        self._seen, self._looked = seen, now
+        entries = cache.entries()
         reasons = {each.uid: _EXPIRED for each in rules.expired(entries, self._wall())}
         reasons |= {each.uid: _SURPLUS for each in self._surplus(entries)}
         by_stack: defaultdict[Key, list[Entry]] = defaultdict(list)
         for entry in entries:
             by_stack[Key(entry.namespace, entry.stack)].append(entry)
+        self._kept = {stack: kept for stack, kept in self._kept.items() if stack in by_stack}
         for stack, known in by_stack.items():
             candidates = [each for each in known if each.uid in reasons]
-            if not candidates:
+            if not candidates or self._are_kept(stack, candidates, known, now):
                 continue
             try:
-                for entry in await self._expendable(stack, candidates, known):
+                expendable = await self._expendable(stack, candidates, known)
+                for entry in expendable:
                     await self._delete(entry, reasons[entry.uid])
             except (KubeError, ValueError) as error:
                 log.warning("retention of stack %s/%s: %s", *stack, error)
+                self._looked = float("-inf")  # again soon
+            else:
+                if not expendable:
+                    self._kept[stack] = Kept(_versions(candidates), _versions(known), cache.restores.changes, now)
+
+    def _are_kept(self, stack: Key, candidates: list[Entry], known: list[Entry], now: float) -> bool:
+        """Whether these were found to be needed a while ago, and nothing is new about their stack's checkpoints."""
+        kept = self._kept.get(stack)
+        return (
+            kept is not None
+            and kept[:3] == (_versions(candidates), _versions(known), self._cache.restores.changes)
+            and 0 <= now - kept.at < KEPT_SECONDS
+        )
 
     def _surplus(self, entries: Iterable[Entry]) -> list[Entry]:
         of_schedule: defaultdict[str, list[Entry]] = defaultdict(list)
@@ -78,3 +117,7 @@ class Retention:
             return  # gone already, or another one has its name: the watch will tell
         subject = Subject(names.CHECKPOINT_KIND, entry.namespace, entry.name, entry.uid)
         self._events.say(subject, "Normal", Afterwards.LET_GO, f"it is deleted: {why}")
+
+
+def _versions(entries: Iterable[Entry]) -> frozenset[tuple[str, int]]:
+    return frozenset((each.uid, each.version) for each in entries)

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 from gym_operator.api import names
 from gym_operator.api.conditions import ConditionReason
 from gym_operator.api.objects import format_time, parse_time
 from gym_operator.api.schedule import GymCheckpointSchedule, ScheduleStatus
-from gym_operator.effects.cache import Cache, key_of
+from gym_operator.effects.cache import Cache, key_of, version_of
 from gym_operator.effects.events import Events, Subject
 from gym_operator.effects.kube import CHECKPOINTS, STACKS, Conflict, Kube, KubeError, NotFound
 from gym_operator.effects.status_writers import Gone, ScheduleWriter, Superseded
@@ -26,24 +27,44 @@ from gym_servers.stack.spec import SpecError
 log = logging.getLogger(__name__)
 
 
+CALM_SECONDS: Final = 60.0
+"""Between looks at a schedule of which nothing is due: whatever else could concern it comes with its next version."""
+
+
+class Calm(NamedTuple):
+    """Nothing is to be done about this version of a schedule. Unix seconds: a clock that is set back, or forth, ends
+    it."""
+
+    version: int
+    since: float
+    until: float
+
+
 class Schedules:
     """All schedules. `step` looks at each of them once."""
 
     def __init__(self, kube: Kube, cache: Cache, events: Events, wall: Callable[[], float]) -> None:
         self._kube, self._cache, self._events, self._wall = kube, cache, events, wall
         self._writers: dict[str, ScheduleWriter] = {}
+        self._calm: dict[str, Calm] = {}
 
     async def step(self) -> None:
-        """See to every schedule; what goes wrong with one is tried again and keeps no other waiting."""
+        """See to every schedule that may have something to do; what goes wrong with one is tried again and keeps no
+        other waiting."""
         bodies = [body for body in self._cache.schedules.values() if not body["metadata"].get("deletionTimestamp")]
         present = {body["metadata"]["uid"] for body in bodies}
         self._writers = {uid: writer for uid, writer in self._writers.items() if uid in present}
-        await asyncio.gather(*(self._see_to(body) for body in bodies))
+        self._calm = {uid: calm for uid, calm in self._calm.items() if uid in present}
+        await asyncio.gather(*(self._see_to(body) for body in bodies if not self._is_calm(body)))
+
+    def _is_calm(self, body: Mapping[str, Any]) -> bool:
+        calm, now = self._calm.get(body["metadata"]["uid"]), self._wall()
+        return calm is not None and calm.version == version_of(body) and calm.since <= now < calm.until
 
     async def _see_to(self, body: Mapping[str, Any]) -> None:
         place = key_of(body)
         try:
-            await self._pass(body)
+            self._calm[body["metadata"]["uid"]] = await self._pass(body)
         except Gone:
             self._cache.schedules.drop(place, body["metadata"]["uid"])
         except Superseded:
@@ -53,14 +74,15 @@ class Schedules:
         except Exception:
             log.exception("schedule %s/%s: a pass failed", *place)
 
-    async def _pass(self, body: Mapping[str, Any]) -> None:
+    async def _pass(self, body: Mapping[str, Any]) -> Calm:
+        """One look; until when there is nothing to do."""
         writer, now = self._writer_of(body), self._wall()
         generation = int(body["metadata"].get("generation") or 0)
         try:
             schedule = GymCheckpointSchedule.parse({**body, "status": writer.status.document()})
         except SpecError as error:
             await self._refuse(writer, str(error), generation, now)
-            return
+            return Calm(version_of(body), now, now + CALM_SECONDS)
         status = rules.counted(schedule, now)
         schedule = schedule.model_copy(update={"status": status})
         times = times_of(schedule.spec, parse_time(schedule.metadata.creation_timestamp))
@@ -68,6 +90,7 @@ class Schedules:
             status = await self._deal_with(schedule, times, now)
         upcoming = None if schedule.spec.suspend else times.following(now)
         await writer.put(rules.told(status, generation, upcoming, schedule.spec.suspend, now))
+        return Calm(version_of(body), now, min(now + CALM_SECONDS, upcoming or math.inf))
 
     async def _deal_with(self, schedule: GymCheckpointSchedule, times: Times, now: float) -> ScheduleStatus:
         """Make the GymCheckpoint of the time that has come, or let the time go by. The API server is asked for what

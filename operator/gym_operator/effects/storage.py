@@ -1,7 +1,7 @@
 """A stack's storage, with the stack's own credentials and trust, and whether it does what checkpoints stand on.
 
-One client serves all of a stack's checkpoints: making one costs a tenth of a second of CPU, which a recovery does not
-have. Every call that blocks runs in a thread.
+One client serves all of a stack's checkpoints, so that its connections stand when a recovery needs them. Every call
+that blocks runs in a thread.
 """
 
 from __future__ import annotations

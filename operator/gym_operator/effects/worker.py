@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -33,6 +34,7 @@ from gym_operator.rules.cell_record import how_to_go_on, stopped_by
 from gym_operator.rules.checkpoint_phases import Origin
 from gym_operator.rules.checkpoint_queue import Obstacle, Situation
 from gym_operator.rules.observed import CellSeen, Observed
+from gym_operator.rules.rest import at_rest, storage_told, was_at_rest
 from gym_operator.rules.spec_check import Problem, check_stack
 from gym_operator.rules.stack_status import differs_in_progress_only, stack_status, warnings
 from gym_operator.rules.workloads import StackContext
@@ -54,6 +56,10 @@ ENSURE_SECONDS: Final = 60.0
 ENSURE_STARTING_SECONDS: Final = 10.0
 PROGRESS_SECONDS: Final = 1.0
 """Between writes of the driver's counters."""
+REST_SECONDS: Final = 600.0
+"""Between looks at a stack that is at rest: all that can happen to it is told."""
+ENSURE_AT_REST_SECONDS: Final = 3600.0
+"""Between looks at the children of such a stack."""
 MOST_ASKED: Final = 300
 """Servers that are asked for their status each second while nothing happens: a death wakes its cell anyway."""
 TORN_SECONDS: Final = 5.0
@@ -77,11 +83,14 @@ class Ensured:
 
 class StackWorker:
     """Works until it is cancelled or its stack is gone. `pass_began` (monotonic) is when the pass under way began, or
-    last heard from its storage; None between passes."""
+    last heard from its storage; None between passes. `first_looks` is held during the first, `looked` says that it is
+    over."""
 
-    def __init__(self, services: Services, key: Key, uid: str) -> None:
+    def __init__(self, services: Services, key: Key, uid: str, first_looks: asyncio.Semaphore) -> None:
         self.key, self.uid = key, uid
         self.pass_began: float | None = None
+        self.looked = False
+        self._first_looks = first_looks
         self._s = services
         self._wake = asyncio.Event()
         self._subject = Subject(names.STACK_KIND, key.namespace, key.name, uid)
@@ -143,7 +152,10 @@ class StackWorker:
             self._wake.clear()
             began = self.pass_began = self._s.monotonic()
             try:
-                pause = await self._pass()
+                async with nullcontext() if self.looked else self._first_looks:
+                    began = self.pass_began = self._s.monotonic()
+                    pause = await self._pass()
+                self.looked = True
             except Gone:
                 return
             except Superseded as error:
@@ -194,10 +206,12 @@ class StackWorker:
             await self._conclude(lambda: Observed(generation=generation, participants=(), problem=problem))
             return CALM_SECONDS
         self._see_to_cells(stack)
-        ensured = await self._ensure(stack, generation)
+        resting = problem is None and self._rests(stack)
+        ensured = await self._ensure(stack, generation, resting)
         problem = problem or ensured.problem
-        await self._tend_storage(stack)
-        self._give_orders(stack)
+        if not resting or not self._is_proved(generation):
+            await self._tend_storage(stack)
+        self._give_orders(stack, resting)
         sides = {index: self._side(stack, problem, cell) for index, (cell, _) in self._cells.items()}
         await self._checkpoints.step(sides, stack.spec.checkpoints.cell_order)
         await self._adoptions.step(self._unreadable(stack), self._checkpoints.origin)
@@ -206,7 +220,33 @@ class StackWorker:
         records = {index: cell.record for index, (cell, _) in self._cells.items() if index < stack.spec.cells}
         await self._restores.step(records, stack.spec.participants(), hindrance, self._checkpoints.active)
         await self._conclude(lambda: self._observe(stack, generation, problem, ensured.trouble))
+        if resting and self._all_is_told(stack, generation):
+            return REST_SECONDS
         return BUSY_SECONDS if self._checkpoints.waiting or self._restores.waiting else CALM_SECONDS
+
+    def _rests(self, stack: GymStack) -> bool:
+        """Whether nothing is to be done before somebody wants something."""
+        cells = [cell for cell, _ in self._cells.values()]
+        return (
+            at_rest(
+                suspended=stack.spec.suspend,
+                records=[cell.record for cell in cells],
+                has_pods=self._s.cache.has_pods(self.uid),
+                waiting=self._checkpoints.waiting or self._restores.waiting or any(cell.busy for cell in cells),
+            )
+            and len(cells) == stack.spec.cells
+        )
+
+    def _is_proved(self, generation: int) -> bool:
+        """Whether the storage of this spec is known to be good, from whichever operator."""
+        return self._storage.state.ok is True or storage_told(self._writer.status, generation) is not None
+
+    def _all_is_told(self, stack: GymStack, generation: int) -> bool:
+        """Whether the next look would have nothing to add to the status."""
+        tried = (
+            not stack.spec.checkpoints.enabled or self._storage.state.ok is not None or self._is_proved(generation)
+        )
+        return tried and self._s.monotonic() - self._written >= PROGRESS_SECONDS
 
     def _read(self, body: Mapping[str, Any]) -> tuple[GymStack | None, Problem | None]:
         """The stack, and what is wrong with its spec; rollouts go on under the last one that was right."""
@@ -227,14 +267,18 @@ class StackWorker:
 
     # ---- children and storage -----------------------------------------------------------------------------
 
-    async def _ensure(self, stack: GymStack, generation: int) -> Ensured:
+    async def _ensure(self, stack: GymStack, generation: int, resting: bool) -> Ensured:
         """The stack's objects as its spec wants them. Where that fails, cells that run are looked after all the
-        same."""
+        same. Of a stack at rest they may be as the operator before has left them: many begin at once."""
         now, kept = self._s.monotonic(), max(self._cells) + 1
         running = not stack.spec.suspend and not (stack.spec.checkpoints.enabled and all(self._stopped(stack)))
         wanted, known = (generation, kept, running), self._ensured
-        if known is not None and (known.generation, known.kept, known.running) == wanted and now < known.until:
-            return known
+        if known is None and resting and was_at_rest(self._writer.status, generation):
+            known = self._ensured = Ensured(*wanted, now - ENSURE_AT_REST_SECONDS * random.random(), None, "")
+        if known is not None and (known.generation, known.kept, known.running) == wanted:
+            calm = resting and not known.problem and not known.trouble
+            if now < known.until + (ENSURE_AT_REST_SECONDS if calm else 0.0):
+                return known
         settled = all(
             cell.record is not None and cell.record.stage is Stage.RUNNING for cell, _ in self._cells.values()
         )
@@ -300,12 +344,12 @@ class StackWorker:
             and all(name in pods and pods[name].alive for name in record.pins)
         )
 
-    def _give_orders(self, stack: GymStack) -> None:
+    def _give_orders(self, stack: GymStack, resting: bool) -> None:
         if self._tokens is None:
             return  # nothing of this stack runs yet
         enabled, participants = stack.spec.checkpoints.enabled, stack.spec.participants()
         release = self._is_torn(stack)
-        calm = max(CALM_SECONDS, len(self._cells) * len(participants) / MOST_ASKED)
+        calm = REST_SECONDS if resting else max(CALM_SECONDS, len(self._cells) * len(participants) / MOST_ASKED)
         for index, (cell, _) in self._cells.items():
             settings = self._settings(stack, index) if enabled else None
             stop = index >= stack.spec.cells
@@ -338,7 +382,10 @@ class StackWorker:
     # ---- what comes of it ---------------------------------------------------------------------------------
 
     def _observe(self, stack: GymStack, generation: int, problem: Problem | None, trouble: str) -> Observed:
-        enabled = stack.spec.checkpoints.enabled
+        enabled, storage = stack.spec.checkpoints.enabled, self._storage.state
+        if storage.ok is None and stack.spec.suspend:
+            # Proved by an operator before this one, and not needed now.
+            storage = storage_told(self._writer.status, generation) or storage
         return Observed(
             generation=generation,
             participants=stack.spec.participants(),
@@ -347,7 +394,7 @@ class StackWorker:
             problem=problem,
             suspended=stack.spec.suspend,
             checkpoints_enabled=enabled,
-            storage=self._storage.state if enabled else None,
+            storage=storage if enabled else None,
             checkpoint=self._checkpoints.active,
             last_checkpoint=self._checkpoints.last,
             last_of=self._checkpoints.last_of,

@@ -11,11 +11,11 @@ import base64
 import copy
 import itertools
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from gym_operator.api.objects import format_time
-from gym_operator.effects.kube import EVENTS, Body, Conflict, KubeError, Listing, NotFound, Resource
+from gym_operator.effects.kube import EVENTS, Body, Changes, Conflict, KubeError, Listing, NotFound, Resource
 
 WRITES = frozenset({"create", "replace", "replace_status", "delete"})
 Watcher = Callable[[Resource, bool, Body], None]
@@ -32,6 +32,7 @@ class FakeKube:
         self.watch: Watcher = lambda resource, deleted, body: None
         self.before_write: Callable[[str, Resource, str], None] = lambda verb, resource, name: None
         self.permitted: Callable[[str, Resource, str], bool] = lambda verb, resource, name: True
+        self._history: list[tuple[Resource, bool, Body]] = []
         self.dead = False
 
     async def get(self, resource: Resource, namespace: str | None, name: str) -> Body:
@@ -42,18 +43,26 @@ class FakeKube:
     async def list_all(self, resource: Resource, namespace: str | None, selector: str = "") -> Listing:
         self._alive()
         self._permit("list", resource, "")
-        key, _, value = selector.partition("=")
-
-        def wanted(body: Body) -> bool:
-            labels = body["metadata"].get("labels") or {}
-            return not key or (labels.get(key) == value if value else key in labels)
-
         items = [
             copy.deepcopy(body)
             for (kind, place, _), body in self.objects.items()
-            if kind == resource and namespace in (None, place) and wanted(body)
+            if kind == resource and namespace in (None, place) and _is_selected(body, selector)
         ]
         return Listing(items, next(self._versions))
+
+    async def pages(self, resource: Resource, namespace: str | None, selector: str = "") -> AsyncIterator[Listing]:
+        yield await self.list_all(resource, namespace, selector)
+
+    async def changes(self, resource: Resource, namespace: str | None, since: int, selector: str = "") -> Changes:
+        self._alive()
+        self._permit("watch", resource, "")
+        told = [
+            (deleted, copy.deepcopy(body))
+            for kind, deleted, body in self._history
+            if kind == resource and namespace in (None, body["metadata"].get("namespace"))
+            if _is_selected(body, selector) and int(body["metadata"]["resourceVersion"]) > since
+        ]
+        return Changes(told, max([since, *(int(body["metadata"]["resourceVersion"]) for _, body in told)]))
 
     async def create(self, resource: Resource, namespace: str, body: Body) -> Body:
         self._writing("create", resource, body["metadata"].get("name", ""))
@@ -116,7 +125,7 @@ class FakeKube:
     def remove(self, resource: Resource, namespace: str, name: str) -> None:
         body = self.objects.pop((resource, namespace, name))
         body["metadata"]["resourceVersion"] = str(next(self._versions))
-        self.watch(resource, True, copy.deepcopy(body))
+        self._happened(resource, True, body)
 
     def set(self, resource: Resource, namespace: str, name: str, **fields: Any) -> None:
         """Change an object, as somebody else than the operator."""
@@ -127,8 +136,12 @@ class FakeKube:
         body = copy.deepcopy(body)
         body["metadata"]["resourceVersion"] = str(next(self._versions))
         self.objects[key] = body
-        self.watch(key[0], False, copy.deepcopy(body))
+        self._happened(key[0], False, body)
         return copy.deepcopy(body)
+
+    def _happened(self, resource: Resource, deleted: bool, body: Body) -> None:
+        self._history.append((resource, deleted, copy.deepcopy(body)))
+        self.watch(resource, deleted, copy.deepcopy(body))
 
     def _found(self, resource: Resource, namespace: str | None, name: str) -> Body:
         try:
@@ -161,6 +174,12 @@ class FakeKube:
             raise KubeError(0, "the API server does not answer")
 
 
+def _is_selected(body: Body, selector: str) -> bool:
+    key, _, value = selector.partition("=")
+    labels = body["metadata"].get("labels") or {}
+    return not key or (labels.get(key) == value if value else key in labels)
+
+
 class Session:
     """One operator's way to the API server. Cut off, nothing of this operator has any effect any more, as after
     SIGKILL: its calls neither go out nor return. `cut_at` cuts it at its n-th write from now, before or after that
@@ -175,6 +194,9 @@ class Session:
 
     def cut_at(self, write: int, *, after: bool) -> None:
         self._left, self._after = write, after
+
+    async def pages(self, *arguments: Any) -> AsyncIterator[Listing]:
+        yield await self.list_all(*arguments)
 
     def __getattr__(self, name: str) -> Any:
         call = getattr(self._kube, name)

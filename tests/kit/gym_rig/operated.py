@@ -31,14 +31,13 @@ from gym_operator.effects.kube import (
     CHECKPOINTS,
     CHILDREN,
     PODS,
-    RESTORES,
-    SCHEDULES,
     SECRETS,
     STACKS,
     Body,
     Kube,
     Resource,
 )
+from gym_operator.effects.resync import WATCHED
 from gym_operator.effects.services import Services
 from gym_operator.effects.transport import PodTransport
 from gym_operator.rules.workloads import StackContext, build_control_secret
@@ -86,17 +85,8 @@ class Operator:
 
     def told(self, resource: Resource, deleted: bool, body: Body) -> None:
         """What its watches tell."""
-        match resource:
-            case r if r == STACKS:
-                self.fleet.stack_event(deleted, body)
-            case r if r == CHECKPOINTS:
-                self.fleet.checkpoint_event(deleted, body)
-            case r if r == SCHEDULES:
-                self.fleet.schedule_event(deleted, body)
-            case r if r == RESTORES:
-                self.fleet.restore_event(deleted, body)
-            case r if r == PODS:
-                self.fleet.pod_event(deleted, body)
+        if resource in WATCHED:
+            self.fleet.event(resource, deleted, body)
 
 
 class OperatedRig:

@@ -382,7 +382,7 @@ def test_finished_checkpoints_are_forgotten_and_stay_so(kube: FakeKube) -> None:
     cache.finish_checkpoint(Key(NS, "one"), body["metadata"]["uid"])
     cache.put_checkpoint(body)  # an event that was on the way
     assert cache.checkpoints_of(Key(NS, "demo")) == []
-    cache.put_checkpoint({**body, "metadata": {**body["metadata"], "uid": "again"}})
+    cache.put_checkpoint({**body, "metadata": {**body["metadata"], "uid": "again", "resourceVersion": "1000"}})
     assert len(cache.checkpoints_of(Key(NS, "demo"))) == 1
 
 
@@ -502,7 +502,8 @@ async def test_a_pass_that_waits_for_a_slow_bucket_is_not_stuck_while_that_answe
     async with httpx.AsyncClient() as http:
         cache = Cache(PodTransport(httpx.MockTransport(lambda _: httpx.Response(200))))
         services = Services(kube, cache, Events(kube), http, "gym-system", lambda: clock[0], lambda: clock[0])
-        fleet, worker = Fleet(services), StackWorker(services, Key(NS, "demo"), STACK_UID)
+        worker = StackWorker(services, Key(NS, "demo"), STACK_UID, asyncio.Semaphore())
+        fleet = Fleet(services)
         fleet._workers[worker.key] = (worker, asyncio.create_task(asyncio.sleep(0)))
         await worker._storage.tend(SPEC, "s3://bucket/stack/cell-0")
         store = worker._storage.open("s3://bucket/stack/cell-0")

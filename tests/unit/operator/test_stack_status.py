@@ -16,7 +16,6 @@ from gym_operator.rules.observed import CellSeen, Observed, Storage
 from gym_operator.rules.pod_state import PodState
 from gym_operator.rules.spec_check import Problem, check_stack
 from gym_operator.rules.stack_status import differs_in_progress_only, stack_status, warnings
-from gym_operator.rules.watch_health import SILENT_SECONDS, Watches
 from gym_servers.coordination.record import CellRecord, Choice, OpenCheckpoint, Pin, Recovery, Stage, Stopped
 from gym_servers.protocol.messages import Report, Status
 from gym_servers.stack.spec import MAX_CELLS, Participant
@@ -45,7 +44,7 @@ def pod(server: str, **parts: Any) -> PodState:
         "address": "10.0.0.1",
         "node": "node-1",
         "detail": "",
-        "delete_by": None,
+        "grace": None,
     }
     return PodState(**{**known, **parts})
 
@@ -371,18 +370,3 @@ def test_server_names_are_checked_beyond_the_schema(spec_document: dict[str, Any
     found = check_stack(body)
     assert isinstance(found, Problem)
     assert "exactly one server of kind model" in found.message
-
-
-def test_a_watch_is_silent_when_a_list_is_ahead_of_it_for_long() -> None:
-    watches, pods = Watches(), ("pods", None)
-    watches.told(pods, 10)
-    watches.listed(pods, 10, 0.0)
-    assert watches.silent(1e6) == [], "nothing happens in a quiet cluster"
-    watches.listed(pods, 12, 100.0)
-    watches.listed(pods, 14, 130.0)
-    assert watches.silent(100.0 + SILENT_SECONDS) == []
-    assert watches.silent(101.0 + SILENT_SECONDS) == ["pods"]
-    watches.told(pods, 12)
-    assert watches.silent(1e6) == [], "it reached what the first list showed"
-    watches.listed(("pods", "team"), 1, 0.0)
-    assert watches.silent(1e6) == ["pods in team"]
