@@ -194,7 +194,8 @@ class StackWorker:
         """One look at everything; how long to wait for the next."""
         if any(cell.gone for cell, _ in self._cells.values()):
             raise Gone(f"stack {self.key.name} is gone")
-        if any(cell.stands_by for cell, _ in self._cells.values()):
+        elsewhere = [cell.stands_by for cell, _ in self._cells.values()]
+        if elsewhere and all(elsewhere):
             return TROUBLE_SECONDS  # another operator is at work: its status stands
         body = self._s.cache.stacks.get(self.key)
         if body is None or body["metadata"]["uid"] != self.uid or body["metadata"].get("deletionTimestamp"):
@@ -218,7 +219,8 @@ class StackWorker:
         # A cell that has given up is just what a restore may help.
         hindrance = self._obstacle(stack, problem) or self._unreadable(stack)
         records = {index: cell.record for index, (cell, _) in self._cells.items() if index < stack.spec.cells}
-        await self._restores.step(records, stack.spec.participants(), hindrance, self._checkpoints.active)
+        if not any(elsewhere):  # they are about all cells
+            await self._restores.step(records, stack.spec.participants(), hindrance, self._checkpoints.active)
         await self._conclude(lambda: self._observe(stack, generation, problem, ensured.trouble))
         if resting and self._all_is_told(stack, generation):
             return REST_SECONDS
@@ -417,6 +419,7 @@ class StackWorker:
             open_id=record.open.checkpoint_id if record and record.open else None,
             obstacle=obstacle,
             storage_proved=self._storage.state.ok is True,
+            elsewhere=cell.stands_by,
         )
         return Side(situation, cell.controller, lambda: pins(record, participants, self._pods.of(cell.index)))
 

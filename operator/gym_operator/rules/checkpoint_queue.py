@@ -25,7 +25,8 @@ Obstacle = tuple[ConditionReason, str]
 class Situation:
     """A cell, as far as a checkpoint depends on it. `open_id` is the checkpoint that the cell's record has open;
     `obstacle` is what only a person can mend, and the reason for it; `free`: nothing else goes on in the cell.
-    `storage_proved`: it was found to do what checkpoints stand on."""
+    `storage_proved`: it was found to do what checkpoints stand on. `elsewhere`: another operator is at work on the
+    cell, and has the say about its part."""
 
     enabled: bool
     stage: Stage | None
@@ -33,6 +34,7 @@ class Situation:
     open_id: str | None
     obstacle: Obstacle | None
     storage_proved: bool = True
+    elsewhere: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,8 @@ def in_order(checkpoints: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]
 def hinders(situation: Situation, last: bool) -> bool:
     """Whether time runs against a part. `last`: other parts are done, and nothing is left that could be done but to
     wait for this one."""
+    if situation.elsewhere:
+        return False
     return situation.obstacle is not None or (last and situation.stage is not Stage.RUNNING)
 
 
@@ -89,6 +93,8 @@ def next_move(phase: CheckpointPhase, id: str, hindered: float, situation: Situa
             ConditionReason.CHECKPOINTS_DISABLED,
             "checkpoints are turned off in this stack; set spec.checkpoints.enabled and create another GymCheckpoint",
         )
+    if situation.elsewhere:
+        return Hold()
     if phase in OPEN:
         # What the record has open is settled by the cell's controller, which knows what may still be published.
         return Hold() if situation.open_id == id else Resolve()

@@ -263,3 +263,13 @@ def publication(cell: int = 0) -> Publication:
         episodes=["r-1", "r-2"],
         restarts=[f"r-{n}" for n in range(150)],
     )
+
+
+@pytest.mark.parametrize("phase", ["Pending", "Preparing", "Committing", "Publishing"])
+@pytest.mark.parametrize("last", [True, False])
+def test_nothing_is_decided_about_a_part_that_another_operator_is_at(phase: Any, last: bool) -> None:
+    """Above all no tombstone is written for what may be published there."""
+    for stage, obstacle in product((None, Stage.RUNNING, Stage.REPLACING), (None, OBSTACLE)):
+        there = replace(CALM, stage=stage, obstacle=obstacle, free=False, elsewhere=True)
+        assert queue.next_move(phase, "id", 1e6, there, last=last) == queue.Hold()
+        assert not queue.hinders(there, last)
