@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
@@ -30,6 +29,7 @@ from typing import Any, Final, Self, TypeVar
 import boto3
 from botocore.config import Config
 
+from gym_kit import operator_process
 from gym_kit.bucket import SeaweedFS
 from gym_kit.cluster.local.api_only import api_server_only
 from gym_kit.hollow_node import HollowNode
@@ -55,8 +55,6 @@ from gym_servers.storage.store import ObjectStore
 
 NAMESPACE: Final = "default"
 BUCKET: Final = "gym"
-ROOT: Final = Path(__file__).parents[3]
-CRDS: Final = Resource("apiextensions.k8s.io", "v1", "customresourcedefinitions")
 T = TypeVar("T")
 
 
@@ -88,7 +86,7 @@ class OperatorRig:
             building.callback(lambda: self.run(self.kube.close()))
             self.journal = self._serve(building, "journal", "--file", str(self.folder / "journal.jsonl"))
             self.engine = self._serve(building, "engine", "--tokens-per-second", "120", "--journal", self.journal)
-            self._install_crds()
+            self.run(operator_process.install_crds(self.kube))
             self.node = HollowNode(self.kube, self.folder / "pods", self._network)
             self._running_node = asyncio.run_coroutine_threadsafe(self.node.run(), self._loop)
             building.callback(self._end_node)
@@ -107,20 +105,13 @@ class OperatorRig:
 
     # ---- the operator -------------------------------------------------------------------------------------
 
-    def start_operator(self, *options: str, health_port: int | None = None) -> subprocess.Popen[bytes]:
-        """Start an operator process; it is the one that `kill_operator` ends."""
-        paths = os.pathsep.join([str(ROOT / "operator"), str(ROOT / "servers")])
-        port = health_port or self.health_port
-        with self.log.open("ab") as log:
-            self._operator = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "gym_operator", "run", "--kubeconfig", str(self.kubeconfig)),
-                    *("--health-port", str(port), *options),
-                ],
-                env={**os.environ, "PYTHONPATH": paths},
-                stdout=log,
-                stderr=log,
-            )
+    def start_operator(
+        self, *options: str, health_port: int | None = None, kubeconfig: Path | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Start an operator process; it is the one that `kill_operator` ends. `kubeconfig` is another way to the API
+        server."""
+        way = kubeconfig or self.kubeconfig
+        self._operator = operator_process.start(way, health_port or self.health_port, self.log, *options)
         return self._operator
 
     @property
@@ -246,18 +237,6 @@ class OperatorRig:
         return "\n".join(found)
 
     # ---- parts --------------------------------------------------------------------------------------------
-
-    def _install_crds(self) -> None:
-        import yaml
-
-        for path in sorted((ROOT / "crds").glob("*.yaml")):
-            crd = yaml.safe_load(path.read_text())
-            self.run(self.kube.create(CRDS, "", crd))
-            self.until(f"{path.name} is served", partial(self._is_served, crd["metadata"]["name"]), 30)
-
-    def _is_served(self, crd: str) -> bool:
-        conditions = self.run(self.kube.get(CRDS, None, crd)).get("status", {}).get("conditions") or ()
-        return any(each["type"] == "Established" and each["status"] == "True" for each in conditions)
 
     def _serve(self, building: ExitStack, *arguments: str) -> str:
         port = free_ports(1)[0]
