@@ -7,7 +7,7 @@ VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 export PYTHONPATH := tests/kit
 
-.PHONY: help demo test test-vllm tiny-model check faults mutants verify format image cluster down clean requirements
+.PHONY: help demo test test-vllm tiny-model check bench-operator faults mutants verify format image cluster down clean requirements
 
 help: ## What can be made
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1	\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
@@ -31,6 +31,9 @@ check: $(STAMP) ## Format, lint, types, import contracts, generated files, fast 
 	@$(BIN)/lint-imports
 	@$(MAKE) --no-print-directory verify
 	@$(BIN)/pytest -q tests/unit tests/servers
+
+bench-operator: $(STAMP) ## What the operator costs: STACKS= CHECKPOINTS= SCHEDULES= REST= CHANGES=
+	@$(BIN)/python -m gym_bench.operator
 
 faults: $(STAMP) ## Random faults against a whole cell: N= sequences, other ones each time
 	@PYTHONPATH=servers:tests/kit $(BIN)/python -W error -m gym_faults.run

@@ -27,6 +27,9 @@ PAUSE_SECONDS: Final = 2.0
 END_SECONDS: Final = 15.0
 """It waits for what it takes to hang; longer, and it is left alone: what it tells is not listened to any more."""
 
+LAST_SECONDS: Final = 3.0
+"""As above, where the operator itself ends: what is under way for a stack was brought to its end before."""
+
 
 class Watching:
     """`run` watches until it is cancelled; `tell` is called in the loop of `run`."""
@@ -79,6 +82,7 @@ class Watching:
             return by_itself
         finally:
             self.reopen()  # whoever is broken off is not told of anything any more
+            await asyncio.wait([waited], timeout=LAST_SECONDS)
             for task in (waited, asked):
                 task.cancel()
 

@@ -57,7 +57,7 @@ THE_REST = (
     Suite("processes", ("pytest", "tests/processes")),
 )
 LANES = (IN_ONE_LOOP, THE_REST)  # about equally long on two cores
-CLUSTER = Suite("cluster", ("pytest", "tests/cluster"))
+CLUSTER = Suite("cluster", ("pytest", "tests/cluster", "tests/bench"))
 
 
 @dataclass

@@ -1,0 +1,1 @@
+"""What the operator costs: `make bench-operator`."""
