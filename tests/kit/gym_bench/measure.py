@@ -33,7 +33,7 @@ AT_ONCE: Final = 16
 """Requests under way while objects are made."""
 SETTLE_SECONDS: Final = 40
 """After the start, before the operator counts as being at rest: it lists everything once after half a minute."""
-START_SECONDS: Final = 180.0
+START_SECONDS: Final = 300.0
 CHANGE_SECONDS: Final = 60.0
 
 
