@@ -1,8 +1,8 @@
 """Runs one server process: its data port, and its control port where checkpointing is on.
 
-The process begins closed; whoever coordinates the cell opens it. It ends at once on SIGTERM, without unwinding: what
-it holds is safe in a checkpoint or it is not, and a handler that is cancelled would answer its peer with an error
-that the peer must take for an answer. A connection that breaks off is tried again, and finds the fresh process.
+The process begins closed; whoever coordinates the cell opens it. It ends without unwinding: a handler that is
+cancelled would answer its peer with an error that the peer must take for an answer. A connection that breaks off is
+tried again, and finds the fresh process. When it ends after SIGTERM says `gym_servers.control.departure`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from fastapi import FastAPI
 
 from gym_servers.assemble import Server, assemble
 from gym_servers.control.app import control_app
+from gym_servers.control.departure import Departure
 from gym_servers.control.plane import ControlPlane
 from gym_servers.control.tokens import tokens_of_process
 from gym_servers.stack.settings import ServerSettings, SettingsError, read_secret
@@ -73,7 +74,8 @@ def prepare(settings: ServerSettings) -> tuple[list[uvicorn.Server], Server]:
         )
         control = control_app(plane, tokens)
         listeners.insert(0, listener(control, settings.host, settings.control_port))
-        server = replace(server, ending=plane.parking)
+        departure = Departure(plane, patient=settings.checkpoint.await_final)
+        server = replace(server, ending=departure.told)
     return listeners, server
 
 
@@ -94,7 +96,7 @@ async def run(listeners: list[uvicorn.Server], server: Server | None = None) -> 
 
 
 def _end(server: Server | None) -> None:
-    """At once, but for sessions that a commit with stop left to be parked."""
+    """At once, or once what is still to be done is done."""
     parking = server.ending() if server is not None else None
     if parking is None:
         os._exit(0)

@@ -218,12 +218,12 @@ async def test_records_that_cannot_be_reached_for_a_while_are_not_refused(
     async with two_checkpoints(tmp_path) as rig:
         original, asked = plane.read_back, 0
 
-        def away(*arguments: Any) -> Any:
+        def away(*arguments: Any, **options: Any) -> Any:
             nonlocal asked
             asked += 1
             if rig.controller.record.attempt < 4:
                 raise ProtocolError("checkpoint_error", "the bucket does not answer")
-            return original(*arguments)
+            return original(*arguments, **options)
 
         monkeypatch.setattr(plane, "read_back", away)
         rig.kill("policy")

@@ -64,6 +64,10 @@ def control_app(plane: ControlPlane, tokens: ControlTokens | str) -> FastAPI:
     async def resume(body: m.ResumeRequest) -> m.PhaseReply:
         return await plane.resume(body)
 
+    @app.post(f"{prefix}/end")
+    async def end(body: m.EndRequest) -> m.PhaseReply:
+        return plane.end(body)
+
     @app.post(f"{prefix}/retire")
     async def retire(body: m.RetireRequest) -> m.RetireReply:
         return await plane.retire(body)

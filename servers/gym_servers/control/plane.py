@@ -22,6 +22,7 @@ from gym_servers.protocol import messages as m
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.identity import InvalidIdentity, parse_key
 from gym_servers.protocol.phases import LEASED, Input, Phase, Verdict, judge, moved, remember
+from gym_servers.storage.manifest import CodeIdentity
 
 log = logging.getLogger("gym_servers")
 
@@ -71,6 +72,7 @@ class ControlPlane:
         self._restoring = asyncio.Lock()
         self._retires = Retires(self.gate, participant.retire)
         self._parked = False
+        self.dismissed = False  # the coordinator has no use for this process any more
 
     # ---- prepare ------------------------------------------------------------------------------------------
 
@@ -229,7 +231,13 @@ class ControlPlane:
             return reply
 
     def _read(self, request: m.RestoreRequest, plan: RestorePlan) -> _Read:
-        manifest, records = read_back(self._open_store, self.author, request.checkpoint_dir, request.manifest_digest)
+        manifest, records = read_back(
+            self._open_store,
+            self.author,
+            request.checkpoint_dir,
+            request.manifest_digest,
+            any_code=request.any_code,
+        )
         try:
             return _Read(manifest.checkpoint_id, manifest.marks, self.participant.read(records, plan))
         except ProtocolError:
@@ -301,11 +309,23 @@ class ControlPlane:
     def parking(self) -> Coroutine[Any, Any, None] | None:
         """What is to be done before this process may end: after a commit with `stop` its sessions are parked. None
         where nothing is. A resume that comes first takes it back."""
-        commit = self._commit
-        if self.gate.phase is not Phase.COMMITTED or commit is None or not commit.request.stop:
+        if self._parked or not self.stopped:
             return None
         self._parked = True
         return self._park()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it is closed by a commit with `stop`."""
+        commit = self._commit
+        return self.gate.phase is Phase.COMMITTED and commit is not None and commit.request.stop
+
+    def end(self, request: m.EndRequest) -> m.PhaseReply:
+        """No checkpoint comes any more: once it is told to end it need not wait for one."""
+        self._require_meant(request.session)
+        self.dismissed = True
+        self.gate.touch()
+        return m.PhaseReply(phase=self.gate.phase)
 
     async def _park(self) -> None:
         try:
@@ -389,6 +409,7 @@ class ControlPlane:
             progress=self.participant.progress(),
             generations=self.participant.generations(),
             problem=self.participant.problem,
+            code=_code(self.author.code),
         )
 
     # ---- deadlines ----------------------------------------------------------------------------------------
@@ -409,6 +430,10 @@ class ControlPlane:
                 return await work
         except TimeoutError as error:
             raise ProtocolError("deadline_exceeded", "not done by the deadline; it can be asked again") from error
+
+
+def _code(code: CodeIdentity) -> m.Code:
+    return m.Code(image=code.image, server=code.server, record_format=code.record_format)
 
 
 def _failed(task: asyncio.Task[Any]) -> bool:

@@ -135,7 +135,7 @@ def check_written(open_store: OpenStore, author: Author, uri: str, digest: str) 
 
 
 def read_back(
-    open_store: OpenStore, author: Author, uri: str, digest: str | None
+    open_store: OpenStore, author: Author, uri: str, digest: str | None, *, any_code: bool = False
 ) -> tuple[Manifest, dict[str, bytes]]:
     """The records this participant wrote into a checkpoint, every digest checked. Blocks.
 
@@ -146,7 +146,7 @@ def read_back(
         store = open_store(uri)
         manifest, _ = load_manifest(store, author.directory, digest)
         theirs, ours = manifest.code, author.code
-        if (theirs.server, theirs.record_format) != (ours.server, ours.record_format):
+        if not any_code and not ours.reads(theirs.server, theirs.record_format):
             raise ProtocolError(
                 "invalid_checkpoint_state",
                 f"{author.directory} was written by server {theirs.server} with record format "

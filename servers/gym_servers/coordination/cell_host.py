@@ -12,7 +12,7 @@ from gym_servers.coordination.record import KEPT_RECOVERIES, CellRecord, Choice
 
 @dataclass(frozen=True)
 class Process:
-    """One expected participant as its host sees it."""
+    """One expected participant as its host sees it. `leaving`: it runs, and somebody else is about to end it."""
 
     name: str
     kind: str
@@ -20,6 +20,7 @@ class Process:
     alive: bool
     control_url: str | None
     detail: str = ""
+    leaving: bool = False
 
 
 class CellHost(Protocol):
@@ -46,7 +47,8 @@ class CellHost(Protocol):
 class CellSettings:
     """Which cell, and how it is treated. Times in seconds; the record keeps the last `kept_recoveries`.
     `restart_blockers_after`: how many checkpoints in a row a rollout may hold up before it is restarted; 0 for any
-    number."""
+    number. `any_code`: records of other code are tried too. `patient`: processes that are told to end wait for a last
+    checkpoint, so they have to be told where none comes."""
 
     stack_uid: str
     cell: int
@@ -60,6 +62,8 @@ class CellSettings:
     previous_token: str = field(default="", repr=False)
     kept_recoveries: int = KEPT_RECOVERIES
     restart_blockers_after: int = 0
+    any_code: bool = False
+    patient: bool = False
 
 
 @dataclass(frozen=True)

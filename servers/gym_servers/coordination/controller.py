@@ -10,8 +10,7 @@ import asyncio
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
 import httpx
@@ -27,18 +26,12 @@ from gym_servers.coordination.checkpoint import (
     Tell,
     tombstone,
 )
+from gym_servers.coordination.choice import choice_of
 from gym_servers.coordination.client import ParticipantClient, Unreachable
 from gym_servers.coordination.clocks import PeerClock
-from gym_servers.coordination.continuation import Continuation, continuation
-from gym_servers.coordination.install import (
-    InstallFailed,
-    InstallRefused,
-    RecordsRefused,
-    check_source,
-    open_all,
-    restore_all,
-    restore_seconds,
-)
+from gym_servers.coordination.continuation import Continuation
+from gym_servers.coordination.install import InstallFailed, InstallRefused, RecordsRefused
+from gym_servers.coordination.into_service import TEND_SECONDS, CodeMismatch, put_into_service
 from gym_servers.coordination.record import (
     REFUSALS,
     CellRecord,
@@ -47,19 +40,17 @@ from gym_servers.coordination.record import (
     OpenCheckpoint,
     Recovery,
     Stage,
-    Stopped,
+    published_under,
 )
 from gym_servers.coordination.restarts import BlockerRestarts
-from gym_servers.coordination.settle import choose, settle_left_open
-from gym_servers.coordination.verbs import forget_all, leased, renew, resume_all, retire_all
+from gym_servers.coordination.settle import settle_left_open
+from gym_servers.coordination.verbs import dismiss, leased, pass_on, renew, resume_all
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.messages import Status
-from gym_servers.storage.cells import directory_name, highest_attempt, publication_of, reserve_attempt
+from gym_servers.storage.cells import directory_name, highest_attempt, reserve_attempt
 from gym_servers.storage.locate import join
 from gym_servers.storage.manifest import Publication
 from gym_servers.storage.store import ObjectStore, StorageError
-
-TEND_SECONDS = 30.0
 
 
 class CellController:
@@ -114,8 +105,10 @@ class CellController:
         ]
         answers = await asyncio.gather(*(self._status(client) for client in self._clients))
         statuses = {c.name: status for c, status in zip(self._clients, answers, strict=True)}
-        seen = {p.name: d.Seen(p.incarnation, p.alive, statuses.get(p.name), p.detail) for p in processes}
+        seen = {p.name: d.Seen(p.incarnation, p.alive, statuses.get(p.name), p.detail, p.leaving) for p in processes}
         self._seen = seen
+        if self.record.held and self.settings.any_code:
+            await self._save(held="")
         step = await self._after_install(seen) or d.next_step(self.record, seen, busy=self.busy)
         await self._act(step, seen)
         return View(self.record, seen, {p.name: p.kind for p in processes}, step)
@@ -133,7 +126,7 @@ class CellController:
     async def _act(self, step: d.Step, seen: Mapping[str, d.Seen]) -> None:
         match step:
             case d.End(processes):
-                await self._host.end(processes)
+                await self._end(processes)
             case d.Start():
                 await self._save(stage=Stage.STARTING, pins={}, ended={})
             case d.Install(pins):
@@ -160,44 +153,11 @@ class CellController:
 
     async def _put_into_service(self, *, restore: bool) -> None:
         record = self.record
-        verb_id = f"cell{self.settings.cell}-attempt{record.attempt}-{secrets.token_hex(4)}"
-        clients = [c for c in self._clients if c.name in record.pins]
-        sessions = {name: pin.session for name, pin in record.pins.items()}
-        grace = self.settings.lease_grace
-        if restore and record.restore is not None:
-            publication = await asyncio.to_thread(self._publication, record.restore)
-            uri = record.restore.uri
-            seconds = restore_seconds(self.settings.commit_timeout, record.failures)
-            await restore_all(
-                clients, publication, uri, verb_id, record.attempt, grace, self._wall, sessions, seconds
-            )
-            await open_all(clients, verb_id, record.attempt, grace, self._wall, sessions)
-            await check_source(clients, verb_id, self._wall() + TEND_SECONDS)
-            self.continuation = continuation(publication, record.attempt)
-            return
-        if not restore:
-            asked_until = self._wall() + TEND_SECONDS
-            statuses = await asyncio.gather(*(client.status_by(asked_until) for client in clients))
-            verb_id = next((s.checkpoint_id for s in statuses if s.checkpoint_id is not None), verb_id)
-        await open_all(clients, verb_id, record.attempt, grace, self._wall, sessions)
-        self.continuation = await self._continued(record)
-
-    async def _continued(self, record: CellRecord) -> Continuation | None:
-        """What a cell continues that was started from the input, or restored by a coordinator before this one; it is
-        in service, whether storage still tells or not."""
-        if record.restore is None:
-            return continuation(None, record.attempt) if record.recoveries else None
-        with suppress(RecordsRefused, StorageError, ProtocolError):
-            publication = await asyncio.to_thread(self._publication, record.restore)
-            return continuation(publication, record.attempt)
-        return None
-
-    def _publication(self, choice: Choice) -> Publication:
-        """The chosen publication. Raises RecordsRefused where it is gone, or is another one by now."""
-        try:
-            return publication_of(self._open_store(choice.uri), choice.digest)
-        except ProtocolError as error:
-            raise RecordsRefused(error.detail) from error
+        clients = [client for client in self._clients if client.name in record.pins]
+        statuses = {name: one.status for name, one in self._seen.items() if one.status is not None}
+        self.continuation = await put_into_service(
+            record, self.settings, clients, statuses, self._open_store, self._wall, restore=restore
+        )
 
     async def _after_install(self, seen: Mapping[str, d.Seen]) -> d.Step | None:
         """What follows from an installation that has ended since the last look."""
@@ -209,6 +169,8 @@ class CellController:
             return None  # it was given up for a recovery
         try:
             task.result()
+        except CodeMismatch as error:
+            return await self._hold_back(str(error))
         except RecordsRefused as error:
             await self._refused(error, REFUSALS)
             return d.Recover(f"checkpoint refused: {error}")
@@ -224,6 +186,15 @@ class CellController:
         # What was seen is older than the end of the installation: some participants may still show as starting.
         return d.Wait("the cell has just been put into service")
 
+    async def _hold_back(self, wrong: str) -> d.Step:
+        """What is to be restored was written by other code. Neither an older one nor the input in its place: what it
+        holds can be continued, by other processes than these or when somebody allows it."""
+        choice = self.record.restore
+        held = f"checkpoint {choice.name if choice is not None else ''} was written by other code: {wrong}"
+        await self._save(held=held)
+        await self._host.announce("Warning", "CodeMismatch", held)
+        return d.Wait(held)
+
     async def _refused(self, error: Exception, times: int) -> None:
         """What is being restored was refused, as if `times` times: often enough, and an older one is chosen."""
         choice, record = self.record.restore, self.record
@@ -232,7 +203,7 @@ class CellController:
         refusals = record.refusals.get(choice.uri, 0) + times
         if refusals >= REFUSALS:
             await self._host.announce("Warning", "RecordsRefused", f"{choice.name}: {error}")
-            await self._save(refused=[*record.refused, choice.uri], chosen=self._chosen_but(choice))
+            await self._save(refused=[*record.refused, choice.uri], chosen=record.chosen_but(choice))
         else:
             await self._save(refusals={**record.refusals, choice.uri: refusals})
 
@@ -257,6 +228,11 @@ class CellController:
             await self._recover(
                 f"checkpoint {wish.choice.name} was asked for", True, self._seen, afresh=True, wish=wish
             )
+
+    async def replace(self, reason: str) -> None:
+        """Replace the cell's processes, whatever it is at, and continue from the newest checkpoint, or from what is
+        being restored already. Raises StorageError."""
+        await self._recover(reason, True, self._seen, afresh=True)
 
     async def give_up_chosen(self, by: str, reason: str) -> None:
         """Continue from the cell's own newest checkpoint after all: what `by` wished for cannot be restored. Nothing
@@ -330,6 +306,7 @@ class CellController:
             pins={},
             restore=choice,
             stopped=None,
+            held="",
             **({"refused": [], "refusals": {}} if wish is not None else {}),  # somebody wants it tried again
             chosen=record.chosen if wish is None else Chosen(choice=wish.choice, by=wish.by, attempt=attempt),
             failures=failures,
@@ -342,7 +319,20 @@ class CellController:
         )
         await self._host.announce(*said, f"{reason}; attempt {attempt} continues from {source}")
         if ended:
-            await self._host.end(ended)
+            await self._end(ended)
+
+    async def _end(self, processes: Mapping[str, str]) -> None:
+        """End these processes, and fresh ones come up."""
+        await asyncio.gather(self._host.end(processes), self.dismiss(processes))
+
+    async def dismiss(self, names: Collection[str] | None = None) -> None:
+        """Those that would wait for a last checkpoint when they are told to end need not: none comes. All of them
+        where no `names` are given."""
+        if not self.settings.patient:
+            return
+        sessions = {name: one.status.session for name, one in self._seen.items() if one.status is not None}
+        told = [c for c in self._clients if c.name in sessions and (names is None or c.name in names)]
+        await asyncio.gather(*(dismiss(client, sessions[client.name]) for client in told))
 
     def _reserve(self, above: int) -> int:
         """An attempt number for a recovery: the one before, if it could not be persisted that it began. Else each
@@ -353,34 +343,10 @@ class CellController:
         return reserve_attempt(cell, above, f"recovery-{secrets.token_hex(8)}")
 
     async def _choice(self, record: CellRecord) -> Choice | None:
-        """A death during a recovery is another recovery of the same checkpoint; else the newest that verifies."""
-        chosen = record.chosen
-        again = record.stage not in (Stage.RUNNING, Stage.STOPPED)
-        at_the_wish = again and chosen is not None and record.restore == chosen.choice
-        # The policy is about deaths: a cell that was stopped to go on does go on, and so does one with a wish.
-        if self.settings.policy == "Restart" and record.stage is not Stage.STOPPED and not at_the_wish:
-            return None
-        if again and (record.restore is None or record.restore.uri not in record.refused):
-            return record.restore
-        passed_over: list[str] = []
-        newest = await asyncio.to_thread(
-            choose,
-            self._open_store(self.settings.root),
-            self._open_store,
-            self.settings.stack_uid,
-            record.refused,
-            passed_over.append,
-            chosen.attempt if chosen is not None else 0,
-        )
-        for message in passed_over:
+        async def passed_over(message: str) -> None:
             await self._host.announce("Warning", "CheckpointUnusable", message)
-        # Until the cell has one of its own again, it continues from what was asked for and from nothing newer.
-        return newest or (chosen.choice if chosen is not None else None)
 
-    def _chosen_but(self, refused: Choice) -> Chosen | None:
-        """What was asked for, unless it is this."""
-        chosen = self.record.chosen
-        return None if chosen is not None and chosen.choice.uri == refused.uri else chosen
+        return await choice_of(record, self.settings, self._open_store, passed_over)
 
     # ---- in service ---------------------------------------------------------------------------------------
 
@@ -390,18 +356,8 @@ class CellController:
         if self.record.failures and self._rows and rows > self._rows:
             await self._save(failures=0)
         self._rows = rows
-        # Again after a restore: its driver may only now know what its output held already.
-        ahead = [key for one in seen.values() if one.status is not None for key in one.status.to_retire]
-        if ahead:
-            verb_id = f"retire-{secrets.token_hex(4)}"
-            with suppress(ProtocolError, Unreachable):
-                await retire_all(self._clients, verb_id, ahead, self._wall() + TEND_SECONDS)
-        forget = [r for one in seen.values() if one.status is not None for r in one.status.to_forget]
-        if forget:
-            verb_id = f"forget-{secrets.token_hex(4)}"
-            with suppress(ProtocolError, Unreachable):  # the driver's next status asks again
-                await forget_all(self._clients, verb_id, forget, self._wall() + TEND_SECONDS)
         statuses = {name: one.status for name, one in seen.items() if one.status is not None}
+        await pass_on(self._clients, statuses.values(), self._wall() + TEND_SECONDS)
         await self._restarts.see_to(self.record, self.settings.restart_blockers_after, statuses, self._clients)
 
     async def _reopen(self, names: Mapping[str, str]) -> None:
@@ -447,12 +403,14 @@ class CellController:
         commit_timeout: float | None = None,
         episodes: frozenset[str] | None = None,
         stop: bool = False,
+        replacing: str = "",
         labels: Mapping[str, str] | None = None,
         driver_state: Mapping[str, Any] | None = None,
     ) -> Outcome:
         """Take a checkpoint of a running cell. Raises CheckpointFailed. One at a time.
 
-        With `stop` the cell stands stopped once it is published, until `release`: closed, or without processes.
+        With `stop` the cell stands stopped once it is published, until `release`: closed, or without processes. Where
+        `replacing` says why, it goes on by itself instead, with fresh processes.
         `labels` and `driver_state` go into the publication as they are."""
         record = self.record
         if record.stage is not Stage.RUNNING or self.busy or self._recovering:
@@ -478,7 +436,9 @@ class CellController:
             labels or {},
             driver_state,
         )
-        left = OpenCheckpoint(checkpoint_id=checkpoint_id, name=name, uri=uri, sequence=sequence, stop=stop)
+        left = OpenCheckpoint(
+            checkpoint_id=checkpoint_id, name=name, uri=uri, sequence=sequence, stop=stop, replacing=replacing
+        )
         checkpoint = self._taking = Checkpoint(
             [c for c in self._clients if c.name in record.pins], request, self._open_store(uri), tell, self._wall
         )
@@ -507,7 +467,7 @@ class CellController:
             )
             raise
         async with checkpoint.held():  # until the record says who is to hold what it has stopped
-            await self._save(failures=0, blocked=[], **_published(left, outcome.digest))
+            await self._save(failures=0, blocked=[], **published_under(left, outcome.digest))
         return outcome
 
     async def settle(self, *, reopen: bool = True) -> tuple[Publication, str] | None:
@@ -537,7 +497,7 @@ class CellController:
         async with leased(lambda: self._clients if left.stop else (), left.checkpoint_id, self.settings.lease_grace):
             settled = await asyncio.to_thread(settle_left_open, self._open_store(left.uri), left, grave)
         published = settled[0].state == "published"
-        await self._save(**_published(left, settled[1]) if published else {"open": None})
+        await self._save(**published_under(left, settled[1]) if published else {"open": None})
         return settled
 
     async def _save(self, **changes: Any) -> None:
@@ -550,11 +510,3 @@ class CellController:
             record = self.record.model_copy(update=dict(change(self.record)))
             await self._host.save(record)
             self.record = record
-
-
-def _published(left: OpenCheckpoint, digest: str) -> dict[str, Any]:
-    """What the record says of a checkpoint from its publication on. `digest`: of its `checkpoint.json`."""
-    if not left.stop:
-        return {"open": None}
-    stopped = Stopped(uri=left.uri, digest=digest, checkpoint_id=left.checkpoint_id, name=left.name)
-    return {"open": None, "stage": Stage.STOPPED, "stopped": stopped}

@@ -14,12 +14,14 @@ from gym_servers.protocol.phases import Phase
 @dataclass(frozen=True)
 class Seen:
     """One expected participant: `incarnation` is None where it has no process, `alive` False where the process has
-    ended or is ending, `status` None where its control port did not answer."""
+    ended, `status` None where its control port did not answer. `leaving`: it is about to be ended by somebody else,
+    which costs a cell in service nothing until it has happened."""
 
     incarnation: str | None
     alive: bool
     status: Status | None = None
     detail: str = ""
+    leaving: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,9 +121,13 @@ def _replacing(record: CellRecord, seen: Mapping[str, Seen]) -> Step:
 def _starting(record: CellRecord, seen: Mapping[str, Seen], busy: bool) -> Step:
     if (died := _died(record, seen)) is not None:
         return Recover(died)
+    if leaving := _leaving(record, seen):
+        return Recover(f"{leaving} is being ended", planned=True)  # what it was to restore is there all the same
     if busy:
         return Wait("the cell is being put into service")
-    absent = sorted(name for name, one in seen.items() if one.incarnation is None or not one.alive)
+    if record.held:
+        return Wait(record.held)
+    absent = sorted(name for name, one in seen.items() if one.incarnation is None or not one.alive or one.leaving)
     if absent:
         return Wait(f"waiting for {', '.join(absent)} to start")
     silent = sorted(name for name, one in seen.items() if one.status is None)
@@ -170,9 +176,11 @@ def _stopped(record: CellRecord, seen: Mapping[str, Seen], busy: bool) -> Step:
     stopped = record.stopped
     if stopped is None or busy:
         return Wait("the cell has just been stopped")
+    if stopped.replacing:
+        return Recover(stopped.replacing, planned=True)
     if stopped.stays:
         return Hold(frozenset(name for name, one in seen.items() if _holds(one, stopped)))
-    if _died(record, seen) is None:
+    if _died(record, seen) is None and not _leaving(record, seen):
         silent = sorted(name for name, one in seen.items() if one.status is None)
         if silent:
             return Wait(f"no answer on control from {', '.join(silent)}")
@@ -185,6 +193,11 @@ def _stopped(record: CellRecord, seen: Mapping[str, Seen], busy: bool) -> Step:
 def _holds(one: Seen, stopped: Stopped) -> bool:
     """Whether this process is closed by the checkpoint that stopped the cell."""
     return one.alive and one.status is not None and one.status.checkpoint_id == stopped.checkpoint_id
+
+
+def _leaving(record: CellRecord, seen: Mapping[str, Seen]) -> str:
+    """A pinned process that is about to be ended; empty where there is none."""
+    return next((name for name in sorted(record.pins) if name in seen and seen[name].leaving), "")
 
 
 def _died(record: CellRecord, seen: Mapping[str, Seen]) -> str | None:

@@ -47,9 +47,11 @@ async def restore_all(
     wall: Callable[[], float],
     sessions: Mapping[str, str],
     seconds: float,
+    *,
+    any_code: bool = False,
 ) -> None:
     """Restore all participants at once, in so many `seconds`, then retire what the driver's output is ahead of.
-    `sessions`: name -> the process that is meant.
+    `sessions`: name -> the process that is meant; `any_code`: it is to try records of other code too.
 
     Raises RecordsRefused, InstallRefused, or InstallFailed.
     """
@@ -60,7 +62,7 @@ async def restore_all(
     deadline = wall() + seconds
     # Those that are done early wait for the last one: their leases must not run out meanwhile.
     async with leased(lambda: clients, restore_id, grace):
-        await _restore(clients, publication, uri, restore_id, cell_attempt, digests, sessions, deadline)
+        await _restore(clients, publication, uri, restore_id, cell_attempt, digests, sessions, deadline, any_code)
         await _retire_ahead(clients, restore_id, deadline)
 
 
@@ -73,6 +75,7 @@ async def _restore(
     digests: Mapping[tuple[str, str], str],
     sessions: Mapping[str, str],
     deadline: float,
+    any_code: bool,
 ) -> None:
     origin = m.Origin(
         checkpoint_id=publication.checkpoint_id,
@@ -94,6 +97,7 @@ async def _restore(
                     manifest_digest=digests[client.kind, client.name],
                     session=sessions.get(client.name),
                     origin=origin if client.kind == "environment" else None,
+                    any_code=any_code,
                 ),
                 m.RestoreReply,
             )

@@ -49,9 +49,11 @@ class Choice(_Part):
 
 
 class Stopped(Choice):
-    """The checkpoint that a cell stands stopped under. `stays`: until somebody asks it to go on."""
+    """The checkpoint that a cell stands stopped under. `stays`: until somebody asks it to go on. `replacing`: why it
+    is to go on with fresh processes, whatever became of the old ones; empty where it was not stopped for that."""
 
     stays: bool = True
+    replacing: str = ""
 
 
 class Chosen(_Part):
@@ -65,7 +67,7 @@ class Chosen(_Part):
 
 class OpenCheckpoint(_Part):
     """A checkpoint that was begun and is not settled. `given_up`: it was declared failed, so it must not be
-    published any more. `stop`: once it is published, the cell stands stopped under it."""
+    published any more. `stop`: once it is published, the cell stands stopped under it, `replacing` as there."""
 
     checkpoint_id: str
     name: str
@@ -73,11 +75,12 @@ class OpenCheckpoint(_Part):
     sequence: int
     given_up: bool = False
     stop: bool = False
+    replacing: str = ""
 
 
 class Recovery(_Part):
-    """One replacement of the cell's processes; `seconds` until it ran again, None while it does not. `planned`: the
-    cell was stopped before, nothing had died."""
+    """One replacement of the cell's processes; `seconds` until it ran again, None while it does not. `planned`: it
+    was asked for, nothing had died."""
 
     attempt: int
     reason: str
@@ -108,7 +111,8 @@ class Restarted(Blocked):
 class CellRecord(_Part):
     """`refused`: URIs of checkpoints that cannot be restored; `refusals`: URI -> how often one could not be
     installed. Both are forgotten once the cell runs. `failures`: recoveries in a row that brought no progress, -1
-    where the next one is asked for and none of them."""
+    where the next one is asked for and none of them. `held`: why the fresh processes cannot continue from what is to
+    be restored: only other processes, or somebody who allows it, get the cell further."""
 
     stage: Stage = Stage.STARTING
     attempt: int = 0
@@ -120,11 +124,31 @@ class CellRecord(_Part):
     refused: list[str] = []
     refusals: dict[str, int] = {}
     failures: int = 0
+    held: str = ""
     open: OpenCheckpoint | None = None
     stopped: Stopped | None = None
     recoveries: list[Recovery] = []
     blocked: list[Blocked] = []
     restarted: list[Restarted] = []
+
+    def chosen_but(self, refused: Choice) -> Chosen | None:
+        """What was asked for, unless it is this."""
+        return None if self.chosen is not None and self.chosen.choice.uri == refused.uri else self.chosen
+
+
+def published_under(left: OpenCheckpoint, digest: str) -> dict[str, Any]:
+    """What the record says of a checkpoint from its publication on. `digest`: of its `checkpoint.json`."""
+    if not left.stop:
+        return {"open": None}
+    stopped = Stopped(
+        uri=left.uri,
+        digest=digest,
+        checkpoint_id=left.checkpoint_id,
+        name=left.name,
+        stays=not left.replacing,
+        replacing=left.replacing,
+    )
+    return {"open": None, "stage": Stage.STOPPED, "stopped": stopped}
 
 
 def tried_again(record: CellRecord, backoff_limit: int, suspended: bool) -> CellRecord | None:

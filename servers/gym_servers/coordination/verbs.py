@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
+import secrets
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 from gym_servers.coordination.client import ParticipantClient, Unreachable
@@ -13,6 +14,7 @@ from gym_servers.protocol import messages as m
 from gym_servers.protocol.errors import ProtocolError
 
 T = TypeVar("T")
+DISMISS_SECONDS = 0.5  # a recovery waits for the end of processes, not for what they are told before
 
 
 async def together(*work: Coroutine[Any, Any, T]) -> list[T]:
@@ -116,3 +118,25 @@ async def forget_all(
     request = m.ForgetRequest(checkpoint_id=verb_id, deadline_ts=deadline_ts, rollout_ids=rollouts)
     for stage in staged(clients, RETIRE):
         await asyncio.gather(*(client.call("forget", request, m.ForgetReply) for client in stage))
+
+
+async def pass_on(clients: Sequence[ParticipantClient], statuses: Iterable[m.Status], deadline_ts: float) -> None:
+    """Carry out what the driver asks for in its status. What gets no answer now its next one asks for again."""
+    said = list(statuses)
+    # Again after a restore: its driver may only now know what its output held already.
+    ahead = [key for status in said for key in status.to_retire]
+    if ahead:
+        with suppress(ProtocolError, Unreachable):
+            await retire_all(clients, f"retire-{secrets.token_hex(4)}", ahead, deadline_ts)
+    forget = [rollout for status in said for rollout in status.to_forget]
+    if forget:
+        with suppress(ProtocolError, Unreachable):
+            await forget_all(clients, f"forget-{secrets.token_hex(4)}", forget, deadline_ts)
+
+
+async def dismiss(client: ParticipantClient, session: str) -> None:
+    """Tell a process that no checkpoint of it comes any more. Whether it hears that only decides how soon it ends."""
+    request = m.EndRequest(checkpoint_id="end", deadline_ts=client.wall() + DISMISS_SECONDS, session=session)
+    with suppress(ProtocolError, Unreachable, TimeoutError):
+        async with asyncio.timeout(DISMISS_SECONDS):
+            await client.call("end", request, m.PhaseReply)

@@ -96,6 +96,7 @@ async def running(stack: LocalStack, folder: Path, announce: Announce) -> AsyncI
                 prepare_timeout=parse_duration(stack.spec.checkpoints.prepare_timeout),
                 commit_timeout=parse_duration(stack.spec.checkpoints.commit_timeout),
                 restart_blockers_after=stack.spec.checkpoints.restart_blockers_after,
+                any_code=stack.spec.recovery.code_mismatch == "Accept",
             ),
             partial(open_store, s3=reach),
             http,
@@ -128,7 +129,7 @@ async def up(stack: LocalStack, folder: Path, announce: Announce, every: float |
         finished = asyncio.Event()
 
         async def watch(view: View) -> None:
-            if view.record.stage is Stage.STALLED or runner.progress().get("ended"):
+            if view.record.stage is Stage.STALLED or view.record.held or runner.progress().get("ended"):
                 finished.set()
 
         async def checkpoints(seconds: float) -> None:
@@ -169,6 +170,8 @@ async def up(stack: LocalStack, folder: Path, announce: Announce, every: float |
 
 def _what_is_missing(record: CellRecord, progress: Mapping[str, int], folder: Path) -> str:
     rows = f"{progress.get('rows', 0)} of {progress.get('expected', 0)} rows are there"
+    if record.held:
+        return f"{rows}; {record.held}; run it with the servers of before, or set recovery.codeMismatch to Accept"
     if record.stage is Stage.STALLED:
         logs = f"their logs are in {folder}"
         return f"{rows}; the cell has given up: correct what ends its servers - {logs} - and run it again"

@@ -77,11 +77,16 @@ class RestoreRequest(Verb):
     manifest_digest: str | None = None  # (+) the manifest's SHA-256 as published; another one is refused
     session: str | None = None  # (+) the process that is meant: its successor at the same address refuses
     origin: Origin | None = None  # (+) given to environments
+    any_code: bool = False  # (+) also records of another server class or of a newer format
 
 
 class ResumeRequest(Verb):
     cell_attempt: int | None = Field(None, ge=0)
     session: str | None = None  # (+) as for a restore; looked at by a fresh process
+
+
+class EndRequest(Verb):
+    session: str | None = None  # the process that is meant
 
 
 class RetireRequest(Verb):
@@ -125,6 +130,14 @@ class Write(Answer):
     detail: str = ""
 
 
+class Code(Answer):
+    """What reads and writes a participant's records."""
+
+    image: str = ""
+    server: str
+    record_format: int
+
+
 class Status(Answer):
     kind: str
     instance: str
@@ -142,6 +155,7 @@ class Status(Answer):
     progress: dict[str, int] = {}  # (+) collection: expected, rows, failed, ended, complete
     generations: dict[str, int] = {}  # (+) model: what was cut, continued, and generated anew, by reason
     problem: str = ""  # (+) what keeps the process from its work, for people
+    code: Code | None = None  # (+) what would read records here
 
 
 class PhaseReply(Answer):

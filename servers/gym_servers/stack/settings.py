@@ -71,13 +71,15 @@ class StorageSettings(_Model):
 
 class CheckpointSettings(_Model):
     """`enabled: false` installs no control route and builds no record. `coordinated` processes start closed.
-    `external_driver`: somebody without storage of his own drives, so an environment uses his attempt numbers up."""
+    `external_driver`: somebody without storage of his own drives, so an environment uses his attempt numbers up.
+    `await_final`: a process in service that is told to end waits for a last checkpoint that stops it."""
 
     enabled: bool = False
     coordinated: bool = True
     lease_grace_seconds: float = Field(60.0, gt=0)
     attempt_floor: bool = True
     external_driver: bool = False
+    await_final: bool = False
 
 
 class CollectionSettings(_Model):

@@ -289,6 +289,11 @@ class RecoverySpec(WireModel):
     backoff_limit: int = Field(5, ge=0, le=1000)
     """Recoveries in a row, without a published checkpoint or a finished row between them, before the stack
     gives up."""
+    code_mismatch: Literal["Refuse", "Accept"] = "Refuse"
+    """What to do where the newest checkpoint was written by other code: by other server classes, in a newer record
+    format, or by other servers than the spec has now. Refuse: the cell waits and says what differs, until the spec is
+    put right. Accept: the servers try the records, and where they do not take them an older checkpoint is tried, and
+    at last the input."""
 
 
 class PullSecret(WireModel):

@@ -25,12 +25,17 @@ class _Document(BaseModel):
 
 
 class CodeIdentity(_Document):
-    """What wrote the records. Another server class or record format is refused at restore."""
+    """What wrote the records. Another server class, or a newer record format, is refused at restore unless that is
+    asked for. Image and configuration are kept for people: they change while rollouts go on."""
 
     image: str
     server: str
     config_digest: str
     record_format: int
+
+    def reads(self, server: str, record_format: int) -> bool:
+        """Whether it takes what this server class has written in this format."""
+        return server == self.server and record_format <= self.record_format
 
 
 class RecordEntry(_Document):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -284,3 +285,44 @@ def test_the_recovery_after_a_suspension_is_no_failure_whatever_the_limit(stage:
     assert again.stage is (Stage.RUNNING if stage is Stage.STALLED else stage)
     assert again.failures + 1 <= 0
     assert tried_again(again, 0, suspended=True) is None
+
+
+# ---- processes that somebody else is about to end ---------------------------------------------------------
+
+
+def leaving(base: Mapping[str, Seen]) -> dict[str, Seen]:
+    return but(base, agent=replace(base["agent"], leaving=True))
+
+
+def test_a_process_in_service_that_is_about_to_be_ended_is_no_death() -> None:
+    assert step(running(), leaving(seen())) == Tend()
+    assert step(running(), leaving(seen()), busy=True) == Wait("a checkpoint is being taken")
+
+
+def test_what_is_restored_into_such_a_process_is_restored_into_others_at_once() -> None:
+    asked = Recover("agent is being ended", planned=True)
+    assert step(starting(pins=PINS), leaving(seen("starting")), busy=True) == asked
+    assert step(starting(pins=PINS), leaving(seen("restored"))) == asked
+    assert step(starting(), leaving(seen("starting"))) == Wait("waiting for agent to start")
+
+
+def test_a_stopped_cell_does_not_go_on_with_such_a_process() -> None:
+    stopped = Stopped(uri="u", digest="d", checkpoint_id="cp", name="cp", stays=False)
+    record = running(stage=Stage.STOPPED, stopped=stopped)
+    found = seen("committed", checkpoint_id="cp")
+    assert step(record, found) == GoOn()
+    assert step(record, leaving(found)) == Recover("it was stopped by checkpoint cp", planned=True)
+
+
+@pytest.mark.parametrize("found", [seen("committed", checkpoint_id="cp"), seen(), seen(None), seen("starting", "2")])
+def test_a_cell_that_was_stopped_to_be_replaced_is_replaced_whatever_is_there(found: Mapping[str, Seen]) -> None:
+    stopped = Stopped(uri="u", digest="d", checkpoint_id="cp", name="cp", stays=False, replacing="another image")
+    record = running(stage=Stage.STOPPED, stopped=stopped)
+    assert step(record, found) == Recover("another image", planned=True)
+    assert step(record, found, busy=True) == Wait("the cell has just been stopped")
+
+
+def test_a_cell_that_cannot_read_what_it_is_to_restore_waits_for_other_processes() -> None:
+    record = starting(pins=PINS, held="it was written by other code")
+    assert step(record, seen("starting")) == Wait("it was written by other code")
+    assert isinstance(step(record, seen("starting", "2")), Recover)

@@ -1,0 +1,51 @@
+"""Which checkpoint a cell's next attempt continues from."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from itertools import takewhile
+
+from gym_servers.coordination.cell_host import CellSettings
+from gym_servers.coordination.record import CellRecord, Choice, Stage
+from gym_servers.coordination.settle import choose
+from gym_servers.storage.store import ObjectStore
+
+
+async def choice_of(
+    record: CellRecord,
+    settings: CellSettings,
+    open_store: Callable[[str], ObjectStore],
+    passed_over: Callable[[str], Awaitable[None]],
+) -> Choice | None:
+    """The next attempt of a recovery that is under way continues from the same; else from the newest that verifies;
+    None for the input. `passed_over` is told of newer ones that do not. Raises StorageError."""
+    chosen = record.chosen
+    again = record.stage not in (Stage.RUNNING, Stage.STOPPED)
+    at_the_wish = again and chosen is not None and record.restore == chosen.choice
+    # The policy is about deaths: a cell that was stopped to go on does go on, and so does one with a wish.
+    asked_for = record.stage is Stage.STOPPED or at_the_wish or (again and _was_asked_for(record))
+    if settings.policy == "Restart" and not asked_for:
+        return None
+    if again and (record.restore is None or record.restore.uri not in record.refused):
+        return record.restore
+    said: list[str] = []
+    newest = await asyncio.to_thread(
+        choose,
+        open_store(settings.root),
+        open_store,
+        settings.stack_uid,
+        record.refused,
+        said.append,
+        chosen.attempt if chosen is not None else 0,
+    )
+    for message in said:
+        await passed_over(message)
+    # Until the cell has one of its own again, it continues from what was asked for and from nothing newer.
+    return newest or (chosen.choice if chosen is not None else None)
+
+
+def _was_asked_for(record: CellRecord) -> bool:
+    """Whether the recovery that is under way began by no death, however many tries it takes."""
+    tries = takewhile(lambda recovery: recovery.seconds is None, reversed(record.recoveries))
+    return any(recovery.planned for recovery in tries)
