@@ -23,7 +23,7 @@ from gym_servers.control.app import control_app
 from gym_servers.control.departure import Departure
 from gym_servers.control.plane import ControlPlane
 from gym_servers.control.tokens import tokens_of_process
-from gym_servers.stack.settings import ServerSettings, SettingsError, read_secret
+from gym_servers.stack.settings import AWAIT_FINAL, ServerSettings, SettingsError, read_secret
 
 log = logging.getLogger("gym_servers")
 
@@ -74,7 +74,7 @@ def prepare(settings: ServerSettings) -> tuple[list[uvicorn.Server], Server]:
         )
         control = control_app(plane, tokens)
         listeners.insert(0, listener(control, settings.host, settings.control_port))
-        departure = Departure(plane, patient=settings.checkpoint.await_final)
+        departure = Departure(plane, patient=bool(os.environ.get(AWAIT_FINAL)))
         server = replace(server, ending=departure.told)
     return listeners, server
 

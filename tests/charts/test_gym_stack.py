@@ -360,16 +360,5 @@ def test_the_demo_s_programs_are_for_the_stack_alone(render: Render) -> None:
     assert not any(selected(peer, {"app": "stranger"}) for peer in peers)
 
 
-def test_evictions_are_refused_where_asked_for(render: Render) -> None:
-    assert not [kind for kind, _ in render(CHART, STACK) if kind == "PodDisruptionBudget"]
-    objects = render(CHART, {**STACK, "podDisruptionBudget.enabled": True})
-    spec = objects["PodDisruptionBudget", "rel"]["spec"]
-    assert spec["maxUnavailable"] == 0
-    for labels in stack_pods(objects).values():
-        assert spec["selector"]["matchLabels"].items() <= labels.items()
-    test = objects["Pod", "rel-test"]["metadata"]["labels"]
-    assert not spec["selector"]["matchLabels"].items() <= test.items()
-
-
 def test_every_value_is_documented_and_in_the_schema() -> None:
     assert_documented(Path(__file__).parents[2] / "charts" / CHART)

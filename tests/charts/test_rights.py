@@ -25,6 +25,8 @@ EVERYWHERE: tuple[dict[str, Any], tuple[str, str]] = ({}, ("ClusterRole", "rel")
 SOME: tuple[dict[str, Any], tuple[str, str]] = ({"watchNamespaces": ["local"]}, ("Role", "local/rel"))
 
 BY_WATCHES: dict[Right, str] = {
+    ("list", "/nodes"): "the framework looks which nodes there are",
+    ("watch", "/nodes"): "and is told when one is cordoned",
     ("list", "apiextensions.k8s.io/customresourcedefinitions"): "the framework looks which kinds there are",
     ("watch", "apiextensions.k8s.io/customresourcedefinitions"): "and is told of new ones",
     ("list", "/namespaces"): "the framework looks which namespaces there are",
@@ -51,7 +53,13 @@ async def whole_life(rig: OperatedRig) -> None:
     rig.kube.remove(PODS, namespace, "rig-agent-0")
     await rig.until(lambda: rig.in_service(1), "recovered")
     await rig.until(rig.complete, "complete")
-    for kind in ("Service", "ConfigMap", "NetworkPolicy", "StatefulSet"):  # as another version's children would be
+    for kind in (
+        "Service",
+        "ConfigMap",
+        "NetworkPolicy",
+        "PodDisruptionBudget",
+        "StatefulSet",
+    ):  # as another version's children would be
         for (resource, _, name), body in list(rig.kube.objects.items()):
             if resource == CHILDREN[kind]:
                 metadata = {**body["metadata"], "annotations": {names.APPLIED_DIGEST: "another"}}
@@ -63,6 +71,11 @@ async def whole_life(rig: OperatedRig) -> None:
     await rig.until(lambda: (CHILDREN["Service"], namespace, "rig-collection-0") not in rig.kube.objects, "pruned")
     rig.change(suspend=True)
     await rig.until(lambda: rig.status()["phase"] == "Suspended", "suspended")
+    rig.nodes_are_watched = False
+    rig.kill_operator()
+    rig.start_operator()
+    budget = (CHILDREN["PodDisruptionBudget"], namespace, names.disruption_budget(IDENTITY.name))
+    await rig.until(lambda: budget not in rig.kube.objects, "evictions are let through")
     rig.checkpoint("astray", stackRef={"name": "nobody"})
     await rig.until(lambda: rig.final("astray"), "given up")
 
@@ -72,7 +85,7 @@ async def test_the_role_is_enough_for_all_that_the_operator_does(
     render: Render, tmp_path: Path, values: dict[str, Any], place: tuple[str, str]
 ) -> None:
     rights = rights_of(render, values, place)
-    async with operated(tmp_path, counter_rows(ROWS, 1)) as rig:
+    async with operated(tmp_path, counter_rows(ROWS, 1), nodes=values == {}) as rig:
         rig.kube.permitted = rights
         await whole_life(rig)
     lacking = rights.refused - {("get", "/nodes")}  # it goes on without, where it works in some namespaces only
@@ -81,7 +94,7 @@ async def test_the_role_is_enough_for_all_that_the_operator_does(
 
 async def test_nothing_is_granted_that_is_not_used(render: Render, tmp_path: Path) -> None:
     rights = rights_of(render, *EVERYWHERE)
-    async with operated(tmp_path, counter_rows(ROWS, 1)) as rig:
+    async with operated(tmp_path, counter_rows(ROWS, 1), nodes=True) as rig:
         rig.kube.permitted = rights
         rig.kube.put(NAMESPACES, None, {"metadata": {"name": "kube-system"}})  # type: ignore[arg-type]
         assert await cluster_id(rig.kube) is not None
@@ -132,3 +145,28 @@ async def test_a_right_that_is_missing_shows(render: Render, tmp_path: Path, tak
             return taken in rights.refused
 
         await rig.until(refused, "refused")
+
+
+async def test_an_operator_that_may_not_look_at_budgets_does_without_one(render: Render, tmp_path: Path) -> None:
+    rules = [rule for rule in render(CHART)["ClusterRole", "rel"]["rules"] if rule["apiGroups"] != ["policy"]]
+    async with operated(tmp_path, counter_rows(ROWS, 1)) as rig:
+        rig.kube.permitted = Rights(rules)
+        rig.change(image="rig:2")
+        await rig.until(lambda: rig.in_service() and rig.images() == {"rig:2"}, "in service")
+
+
+@pytest.mark.parametrize(
+    ("values", "may"), [({}, True), ({"nodes": {"watch": False}}, False), ({"watchNamespaces": ["local"]}, False)]
+)
+def test_nodes_are_watched_only_where_that_is_wanted_and_the_operator_works_everywhere(
+    render: Render, values: dict[str, Any], may: bool
+) -> None:
+    objects = render(CHART, values)
+    granted = {
+        right
+        for (kind, _), body in objects.items()
+        if kind in ("Role", "ClusterRole") and "rules" in body
+        for right in Rights(body["rules"]).granted
+    }
+    assert {("list", "/nodes"), ("watch", "/nodes")} <= granted if may else ("list", "/nodes") not in granted
+    assert ("delete", "policy/poddisruptionbudgets") in granted, "what one made that watched them goes again"

@@ -17,10 +17,11 @@ from typing import Any
 import httpx
 import pytest
 
+from gym_kit.hollow_node import OTHER_NODE
 from gym_kit.operator_rig import NAMESPACE, OperatorRig
 from gym_kit.progress import Progress
 from gym_operator.api import names
-from gym_operator.effects.kube import CHECKPOINTS, CHILDREN, PODS, RESTORES, SCHEDULES, SECRETS, STACKS
+from gym_operator.effects.kube import CHECKPOINTS, CHILDREN, PODS, RESTORES, SCHEDULES, SECRETS, STACKS, NotFound
 from gym_servers.protocol.messages import PREFIX
 from gym_servers.storage.manifest import CHECKPOINT, read_publication
 
@@ -86,7 +87,7 @@ def test_a_checkpoint_is_taken_and_a_deleted_pod_costs_no_rollout(rig: OperatorR
     assert len(landed.episodes) == status["episodes"]
 
     uid = pods(rig)["first-agent-0"]["metadata"]["uid"]
-    rig.delete(PODS, "first-agent-0")
+    rig.run(rig.kube.delete(PODS, NAMESPACE, "first-agent-0", uid, 0))
     rig.until("it recovers", lambda: running(rig, "first", 1), RECOVERY_SECONDS)
     recovery = rig.cell("first")["recoveries"][-1]
     assert recovery["checkpoint"] == status["checkpointID"]
@@ -157,6 +158,57 @@ def test_a_cell_dies_and_goes_while_the_other_works_on(rig: OperatorRig) -> None
     assert sorted(name for name in pods(rig)) == [
         f"twin-{s}-0" for s in ("agent", "collection", "counter", "env", "policy")
     ]
+
+
+def test_a_pod_that_is_deleted_in_order_and_another_image_cost_no_work(rig: OperatorRig) -> None:
+    """Each takes a last checkpoint, inside of the time that the pod has to end, or a cell at a time."""
+    rig.apply("planned", rollouts=48, cells=2)
+    rig.until("both are under way", lambda: all(under_way(rig, "planned", cell=c) for c in (0, 1)), START_SECONDS)
+    before = {name: pod["metadata"]["uid"] for name, pod in pods(rig).items()}
+    rig.delete(PODS, "planned-agent-1")
+    rig.until("it goes on", lambda: running(rig, "planned", 1, cell=1), RECOVERY_SECONDS)
+    assert continued_from(rig, "planned", 1) == ["roll-out"]
+    assert rig.cell("planned", 1)["recoveries"][-1]["reason"] == "agent is being ended: its pod was deleted"
+    after = {name: pod["metadata"]["uid"] for name, pod in pods(rig).items()}
+    assert {name for name in after if after[name] == before.get(name)} == {n for n in after if n.endswith("-0")}
+
+    rig.change("planned", lambda spec: spec.update(image="hollow:2"))
+    rig.until("cell 0 goes on", lambda: running(rig, "planned", 1), RECOVERY_SECONDS)
+    rig.until("cell 1 goes on", lambda: running(rig, "planned", 2, cell=1), RECOVERY_SECONDS)
+    assert {pod["spec"]["containers"][0]["image"] for pod in pods(rig).values()} == {"hollow:2"}
+    rig.until("it says so", lambda: rig.condition(STACKS, "planned", "UpToDate").get("status") == "True", 30)
+    assert [continued_from(rig, "planned", cell) for cell in (0, 1)] == [["roll-out"], ["roll-out"] * 2]
+    rig.until("all rows are there", lambda: rig.phase("planned") == "Completed", 120)
+    assert rig.status(STACKS, "planned")["collection"] == {"expected": 48, "rows": 48, "failed": 0, "complete": True}
+
+
+def test_a_cell_is_moved_off_a_cordoned_node_and_nobody_else_may_evict_it(rig: OperatorRig) -> None:
+    rig.apply("moved", rollouts=24)
+    rig.until("rollouts are under way", lambda: under_way(rig, "moved"), START_SECONDS)
+    rig.until("it is guarded", lambda: budget(rig, "moved") == 0, 30)
+    rig.cordon(True)
+    try:
+        rig.until("it is moved", lambda: running(rig, "moved", 1), RECOVERY_SECONDS)
+        assert {pod["spec"]["nodeName"] for pod in pods(rig).values()} == {OTHER_NODE}
+    finally:
+        rig.cordon(False)
+    assert continued_from(rig, "moved", 0) == ["roll-out"]
+    rig.until("all rows are there", lambda: rig.phase("moved") == "Completed", 120)
+    assert rig.rows("moved") == 24
+
+
+def budget(rig: OperatorRig, stack: str) -> int | None:
+    """How many pods others may take away."""
+    try:
+        body = rig.run(rig.kube.get(CHILDREN["PodDisruptionBudget"], NAMESPACE, names.disruption_budget(stack)))
+    except NotFound:
+        return None
+    return int(body["spec"]["maxUnavailable"])
+
+
+def continued_from(rig: OperatorRig, stack: str, cell: int) -> list[str]:
+    """The names of the checkpoints that its recoveries continued from."""
+    return [one["checkpoint"]["name"] for one in rig.cell(stack, cell)["record"]["recoveries"]]
 
 
 def test_a_restarted_operator_disturbs_nobody(rig: OperatorRig) -> None:

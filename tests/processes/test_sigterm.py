@@ -1,4 +1,5 @@
-"""SIGTERM ends a server at once. Whoever waits for it sees its connection break off: an error would be an answer."""
+"""SIGTERM ends a server at once, or once its last checkpoint is taken where whoever ends it leaves it time. Whoever
+waits for it sees its connection break off: an error would be an answer."""
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ from gym_servers.http.sessions import sign
 from gym_servers.local.demo import manifest
 from gym_servers.local.stack import LocalStack, local_stack
 from gym_servers.protocol.messages import PREFIX
+from gym_servers.stack.settings import AWAIT_FINAL
 
 PATIENCE_SECONDS = 60.0
 LONGEST_END_SECONDS = 10.0  # on a busy machine
@@ -194,6 +196,26 @@ async def test_only_a_commit_that_stops_keeps_a_sandbox_beyond_the_end_of_its_se
         assert time.monotonic() < deadline, "the sandbox's worker goes on"
         await asyncio.sleep(0.05)
     assert [path.read_text() for path in box.glob("note")] == (["kept"] if stop else [])
+
+
+async def test_a_server_whose_end_leaves_it_time_works_until_its_last_checkpoint_is_taken(tmp_path: Path) -> None:
+    """As in a pod that somebody deletes: the kubelet tells the process at once, and waits."""
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text(json.dumps(counter_rows(1, 1)[0]) + "\n")
+    stack = local_stack(manifest(tmp_path, "http://127.0.0.1:1", tasks, 1), tmp_path)
+    stack.environment[AWAIT_FINAL] = "true"
+    async with served(tmp_path, stack, "counter") as here:
+        here.process.send_signal(signal.SIGTERM)
+        await here.post("/ng-rollout/x/seed_session", {"initial_count": 1})
+        await here.prepared()
+        body = {"checkpoint_id": "cp", "deadline_ts": time.time() + 20, "checkpoint_dir": str(tmp_path / "cp")}
+        reply = await here.control.post(f"{PREFIX}/commit", json={**body, "stop": True})
+        assert reply.json()["phase"] == "committed", reply.text
+        status = (await here.control.get(f"{PREFIX}/status")).json()
+        assert status["phase"] == "committed" and here.process.returncode is None
+        ending = {"checkpoint_id": "end", "deadline_ts": time.time() + 10, "session": status["session"]}
+        assert (await here.control.post(f"{PREFIX}/end", json=ending)).is_success
+        assert await asyncio.wait_for(here.process.wait(), LONGEST_END_SECONDS) == 0
 
 
 def working_for(box: Path) -> list[str]:

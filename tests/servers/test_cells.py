@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,23 +10,20 @@ from typing import Any
 import pytest
 
 from gym_operator.effects import worker
-from gym_operator.effects.kube import CHECKPOINTS, CHILDREN, PODS
+from gym_operator.effects.kube import CHECKPOINTS, CHILDREN, PODS, Body, Resource
+from gym_operator.effects.worker import TORN_SECONDS
 from gym_operator.rules.cell_record import from_document
-from gym_rig.cell import IDENTITY
+from gym_rig.cell import IDENTITY, LONGEST_SECONDS
+from gym_rig.collecting import owners, published, taken, to_the_end, under_way
 from gym_rig.fake_kube import FakeKube
 from gym_rig.network import Fault, Seen
 from gym_rig.operated import OperatedRig, operated
 from gym_rig.virtual import now
-from gym_servers.collection.shares import SHARES
 from gym_servers.coordination.controller import CellController
 from gym_servers.coordination.record import CellRecord, Choice
 from gym_servers.engine.rows import counter_rows
-from gym_servers.proof.account import account
-from gym_servers.proof.history import Cut, read_cut, sort_journal
 from gym_servers.storage.directory import DirectoryStore
-from gym_servers.storage.locate import open_store
-from gym_servers.storage.manifest import CHECKPOINT, read_publication
-from gym_servers.storage.store import ObjectMissing, StorageError
+from gym_servers.storage.store import StorageError
 
 ROWS = 6
 CALLS = ("prepare", "commit", "resume")
@@ -36,68 +31,6 @@ CALLS = ("prepare", "commit", "resume")
 
 def rows(count: int = ROWS) -> Any:
     return counter_rows(count, 1)
-
-
-async def under_way(rig: OperatedRig) -> None:
-    """All cells are in service, and each has called a tool."""
-    await rig.until(rig.all_in_service, "in service")
-    await rig.until(lambda: len(owners(rig, called(rig))) == rig.spec.get("cells", 1), "tools were called")
-
-
-def called(rig: OperatedRig) -> set[str]:
-    """Rollouts that have called a tool."""
-    return {str(entry["rollout"]) for entry in rig.cell.journal() if entry["kind"] == "effect"}
-
-
-def owner(rig: OperatedRig, rollout: str) -> int:
-    """The cell whose a rollout is, as the output says."""
-    folder = rig.folder / "output" / "cells" / IDENTITY.uid / str(int(rollout.split("-")[0]) % SHARES)
-    newest = max((path for path in folder.iterdir() if path.name.isdecimal()), key=lambda path: int(path.name))
-    cell: int = json.loads(newest.read_text())["cell"]
-    return cell
-
-
-def owners(rig: OperatedRig, rollouts: set[str]) -> set[int]:
-    return {owner(rig, rollout) for rollout in rollouts}
-
-
-async def taken(rig: OperatedRig, name: str) -> dict[str, Any]:
-    rig.checkpoint(name)
-    await rig.until(lambda: rig.final(name), f"{name} is final")
-    return rig.status(CHECKPOINTS, name)
-
-
-def published(uri: str | None) -> bool:
-    try:
-        return uri is not None and read_publication(open_store(uri).get(CHECKPOINT)).state == "published"
-    except ObjectMissing:
-        return False
-
-
-async def to_the_end(rig: OperatedRig, count: int = ROWS) -> None:
-    """Every rollout has one row, and in each cell no tool effect of the surviving history happened twice or not at
-    all."""
-    await rig.until(rig.complete, "complete")
-    done = [json.loads(line) for line in (rig.folder / "output" / "rollouts.jsonl").read_text().splitlines()]
-    assert Counter(row["_ng_rollout_id"] for row in done) == {f"{n}-0": 1 for n in range(count)}
-    total = rig.status()["collection"]
-    assert total == {"expected": count, "rows": count, "failed": 0, "complete": True}
-    journals = sort_journal(rig.cell.journal())
-    for cell in {owner(rig, row["_ng_rollout_id"]) for row in done}:
-        own = [row for row in done if owner(rig, row["_ng_rollout_id"]) == cell]
-        counted = account(len(own), own, journals, restored(rig, cell))
-        assert counted.ok, (cell, counted.problems)
-
-
-def restored(rig: OperatedRig, cell: int) -> dict[int, Cut]:
-    """What a cell continued from, by its attempt."""
-    record, cuts = from_document(rig.record(cell)), dict[int, Cut]()
-    assert record is not None
-    for recovery in record.recoveries:
-        if recovery.checkpoint is not None:
-            store = open_store(recovery.checkpoint.uri)
-            cuts[recovery.attempt] = read_cut(store, read_publication(store.get(CHECKPOINT)))
-    return cuts
 
 
 def identities(rig: OperatedRig, cell: int) -> Mapping[str, Any]:
@@ -115,7 +48,7 @@ async def test_cells_share_a_collection_and_run_to_its_end(tmp_path: Path, cells
     async with operated(tmp_path, rows(), cells=cells) as rig:
         await under_way(rig)
         assert len(rig.pods()) == cells * 5
-        await to_the_end(rig)
+        await to_the_end(rig, ROWS)
         assert [part["collection"]["rows"] for part in rig.status()["cells"]] == [ROWS // cells] * cells
         assert rig.conditions()["Ready"]["reason"] == "CollectionComplete"
 
@@ -143,7 +76,7 @@ async def test_a_cell_that_dies_recovers_and_the_others_go_on_undisturbed(tmp_pa
         assert {cell: identities(rig, cell) for cell in (0, 2)} == before
         closed = [each for each in seen for verb in ("prepare", "restore", "resume") if each.endswith(verb)]
         assert closed and all("-1-control" in each for each in closed)
-        await to_the_end(rig)
+        await to_the_end(rig, ROWS)
         assert [rig.part(cell)["attempt"] for cell in range(3)] == [0, 1, 0]
         assert rig.status()["attempt"] == 1
 
@@ -156,7 +89,7 @@ async def test_two_cells_that_die_at_once_recover_each_by_itself(tmp_path: Path)
         rig.kube.remove(PODS, IDENTITY.namespace, "rig-env-2")
         await rig.until(lambda: rig.in_service(1, cell=0) and rig.in_service(1, cell=2), "recovered")
         assert rig.record(1).get("attempt", 0) == 0
-        await to_the_end(rig)
+        await to_the_end(rig, ROWS)
 
 
 @pytest.mark.parametrize("stuck", ["deletion", "silence", "storage"])
@@ -194,7 +127,7 @@ async def test_a_stuck_cell_delays_nobody_elses_recovery(
         assert now() - began < 2
         assert stuck == "silence" or not rig.in_service(1, cell=1)
         await rig.until(lambda: rig.in_service(0 if stuck == "silence" else 1, cell=1), "the other one")
-        await to_the_end(rig)
+        await to_the_end(rig, ROWS)
 
 
 # ---- checkpoints ------------------------------------------------------------------------------------------
@@ -233,7 +166,7 @@ async def test_cells_are_checkpointed_one_after_the_other(tmp_path: Path) -> Non
         for index, part in enumerate(status["cells"]):
             own = rig.part(index)["lastCheckpoint"]
             assert (own["name"], own["uri"], own["digest"]) == ("one", part["uri"], part["digest"])
-        await to_the_end(rig)
+        await to_the_end(rig, ROWS)
 
 
 async def test_cells_are_checkpointed_together_where_that_is_wanted(tmp_path: Path) -> None:
@@ -247,7 +180,7 @@ async def test_cells_are_checkpointed_together_where_that_is_wanted(tmp_path: Pa
         prepared = {cell: at for at, verb, cell in verbs if verb == "prepare"}
         resumed = {cell: at for at, verb, cell in verbs if verb == "resume"}
         assert max(prepared.values()) < min(resumed.values())
-        await to_the_end(rig)
+        await to_the_end(rig, ROWS)
 
 
 async def test_phases_of_a_checkpoint_never_go_back(tmp_path: Path) -> None:
@@ -293,7 +226,7 @@ async def test_a_part_that_fails_costs_the_others_nothing(tmp_path: Path, monkey
         assert "checkpoint" not in rig.part(1)["recoveries"][-1]
         assert rig.phases() == {"idle"}
         assert (await taken(rig, "next"))["phase"] == "Succeeded"
-        await to_the_end(rig)
+        await to_the_end(rig, ROWS)
 
 
 async def test_a_cell_that_does_not_come_up_is_waited_for_and_not_for_ever(tmp_path: Path) -> None:
@@ -317,7 +250,7 @@ async def test_a_cell_that_does_not_come_up_is_waited_for_and_not_for_ever(tmp_p
         assert rig.part(0)["lastCheckpoint"]["name"] == "half"
         rig.held_back.clear()
         await rig.until(lambda: rig.in_service(1, cell=1), "up")
-        await to_the_end(rig)
+        await to_the_end(rig, ROWS)
 
 
 async def test_a_cell_that_comes_up_in_time_has_its_part(tmp_path: Path) -> None:
@@ -383,7 +316,7 @@ async def test_a_deleted_checkpoint_is_given_up_in_every_cell(tmp_path: Path, or
         assert not any(published(part.get("uri")) for part in parts)
         assert (await taken(rig, "next"))["phase"] == "Succeeded"
         assert rig.phases() == {"idle"}
-        await to_the_end(rig)
+        await to_the_end(rig, ROWS)
 
 
 async def test_checkpoints_of_several_cells_are_taken_one_after_the_other(tmp_path: Path) -> None:
@@ -407,7 +340,7 @@ async def test_a_second_operator_over_several_cells_does_no_harm(tmp_path: Path)
             rig.kube.remove(PODS, IDENTITY.namespace, f"rig-agent-{cell}")
         await rig.until(lambda: rig.in_service(1, cell=0) and rig.in_service(1, cell=1), "recovered")
         first.kill()
-        await to_the_end(rig)
+        await to_the_end(rig, ROWS)
         for cell in range(2):
             attempts = [recovery["attempt"] for recovery in rig.part(cell)["recoveries"]]
             assert attempts == sorted(set(attempts))
@@ -439,7 +372,7 @@ async def test_an_operator_killed_at_any_write_of_a_checkpoint_of_two_cells(
         for cell in range(2):
             assert "open" not in rig.record(cell)
             assert rig.record(cell).get("attempt", 0) == 0, "nobody died"
-        await to_the_end(rig)
+        await to_the_end(rig, ROWS)
         assert rig.phases() == {"idle"}
 
 
@@ -456,7 +389,7 @@ async def test_an_operator_killed_at_any_write_of_two_recoveries(tmp_path: Path,
         rig.kill_operator()
         rig.start_operator()
         await rig.until(lambda: rig.in_service(1, cell=0) and rig.in_service(1, cell=1), "recovered")
-        await to_the_end(rig)
+        await to_the_end(rig, ROWS)
         for cell in range(2):
             attempts = [recovery["attempt"] for recovery in rig.part(cell)["recoveries"]]
             assert attempts == sorted(set(attempts))
@@ -475,7 +408,7 @@ async def test_a_death_in_one_cell_during_a_checkpoint_of_both(tmp_path: Path) -
         assert (status["cells"][1]["phase"] == "Succeeded") == published(status["cells"][1].get("uri"))
         await rig.until(lambda: rig.in_service(1, cell=1), "recovered")
         assert rig.record(0).get("attempt", 0) == 0
-        await to_the_end(rig)
+        await to_the_end(rig, ROWS)
 
 
 async def test_a_stopped_operator_leaves_a_final_checkpoint_and_open_cells(tmp_path: Path) -> None:
@@ -521,12 +454,12 @@ async def test_a_cell_that_is_taken_away_leaves_a_checkpoint_and_its_rollouts_st
         assert last["name"] == "scale-down"
         assert published(last["uri"]) and "/cell-2/" in last["uri"]
         await rig.until(lambda: rig.part(2)["phase"] == "Stopped", "told")
-        assert rig.record(2)["stage"] == "running", "it would continue"
+        assert rig.record(2)["stage"] == "stopped", "it would continue, and nobody worked behind its cut"
         assert {cell: identities(rig, cell) for cell in (0, 1)} == before
         services = {name for resource, _, name in rig.kube.objects if resource == CHILDREN["Service"]}
         await rig.until(lambda: rig.status()["phase"] == "Running", "in service")
         assert not any(name.endswith("-2") for name in services)
-        await to_the_end(rig)
+        await to_the_end(rig, ROWS)
         assert owners(rig, {f"{n}-0" for n in range(ROWS)}) == {0, 1}
 
 
@@ -539,8 +472,34 @@ async def test_a_cell_that_comes_back_continues_from_its_last_checkpoint(tmp_pat
         rig.change(cells=2)
         await rig.until(lambda: rig.in_service(1, cell=1), "back")
         assert rig.part(1)["recoveries"][-1]["checkpoint"] == last["id"]
+        assert from_document(rig.record(1)).recoveries[-1].planned  # type: ignore[union-attr]
         assert rig.record(0).get("attempt", 0) == 0
-        await to_the_end(rig)
+        await to_the_end(rig, ROWS)
+
+
+@pytest.mark.parametrize("when", ["open", "stopped", "gone"])
+async def test_a_cell_that_is_to_stay_after_all_goes_on_at_once(tmp_path: Path, when: str) -> None:
+    """However far it has come: its last checkpoint may be under way, or taken, and its pods gone or not."""
+    async with operated(tmp_path, rows(), cells=2, rate=20.0) as rig:
+        await under_way(rig)
+        told, back = rig.kube.watch, asyncio.Event()
+
+        def watch(resource: Resource, deleted: bool, body: Body) -> None:
+            told(resource, deleted, body)
+            record = rig.record(1)
+            reached = {"open": "open" in record, "stopped": record.get("stage") == "stopped", "gone": not rig.pods(1)}
+            if reached[when] and not back.is_set():
+                back.set()
+                rig.change(cells=2)
+
+        rig.kube.watch = watch
+        rig.change(cells=1)
+        await asyncio.wait_for(back.wait(), LONGEST_SECONDS)
+        began = now()
+        await rig.until(lambda: rig.in_service(cell=1) and "open" not in rig.record(1), "goes on")
+        assert now() - began < TORN_SECONDS - 1
+        await to_the_end(rig, ROWS)
+        assert rig.phases() == {"idle"}
 
 
 @pytest.mark.parametrize("write", range(1, 14, 2))
@@ -554,7 +513,7 @@ async def test_an_operator_killed_while_a_cell_is_taken_away(tmp_path: Path, wri
         rig.kill_operator()
         rig.start_operator()
         await rig.until(lambda: not rig.pods(1), "gone")
-        await to_the_end(rig)
+        await to_the_end(rig, ROWS)
         assert rig.record(0).get("attempt", 0) == 0
 
 
@@ -569,7 +528,7 @@ async def test_a_cell_that_is_to_go_while_no_operator_runs_has_its_last_checkpoi
         await rig.until(lambda: not rig.pods(1) and not rig.pods(2), "gone")
         await rig.until(lambda: rig.part(1).get("phase") == rig.part(2).get("phase") == "Stopped", "told")
         assert [rig.part(cell)["lastCheckpoint"]["name"] for cell in (1, 2)] == ["scale-down"] * 2
-        await to_the_end(rig)
+        await to_the_end(rig, ROWS)
 
 
 async def test_a_cell_that_is_down_is_taken_away_at_once(tmp_path: Path) -> None:
@@ -581,7 +540,7 @@ async def test_a_cell_that_is_down_is_taken_away_at_once(tmp_path: Path) -> None
         rig.change(cells=1)
         await rig.until(lambda: not rig.pods(1), "gone")
         await rig.until(lambda: rig.conditions()["Ready"]["status"] == "True", "ready")
-        await to_the_end(rig)
+        await to_the_end(rig, ROWS)
 
 
 async def test_all_cells_of_a_suspended_stack_continue(tmp_path: Path) -> None:
@@ -594,4 +553,4 @@ async def test_all_cells_of_a_suspended_stack_continue(tmp_path: Path) -> None:
         await rig.until(lambda: rig.in_service(1, cell=0) and rig.in_service(1, cell=1), "in service again")
         for cell in range(2):
             assert rig.part(cell)["recoveries"][-1]["checkpoint"] == kept["checkpointID"]
-        await to_the_end(rig)
+        await to_the_end(rig, ROWS)

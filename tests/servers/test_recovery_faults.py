@@ -14,7 +14,7 @@ import pytest
 from gym_rig.cell import GRACE, Rig, cell
 from gym_servers.agent.simple_agent import SimpleAgent
 from gym_servers.control.plane import ControlPlane
-from gym_servers.coordination import controller
+from gym_servers.coordination import into_service
 from gym_servers.coordination.client import ParticipantClient, Unreachable
 from gym_servers.coordination.record import CellRecord, Stage
 from gym_servers.engine.rows import counter_rows
@@ -129,7 +129,7 @@ async def test_c7_a_status_that_is_lost_during_an_installation_costs_no_other_re
         rig.kill("agent")
         if taken_over:
             with monkeypatch.context() as patched:
-                patched.setattr(controller, "open_all", hangs)
+                patched.setattr(into_service, "open_all", hangs)
                 await rig.until(lambda: phases(rig) == {Phase.RESTORED})
             left = first._install
             assert left is not None

@@ -67,7 +67,7 @@ def test_without_checkpoints_there_is_no_control_route_and_the_same_data_api(
     assert not [path for path in paths(off) if path.startswith(PREFIX)]
     verbs = {
         f"{PREFIX}/{verb}"
-        for verb in ("status", "prepare", "renew", "commit", "restore", "resume", "retire", "forget")
+        for verb in ("status", "prepare", "renew", "commit", "restore", "resume", "retire", "forget", "end")
     }
     asked = {STATE_PATH, f"{STATE_PATH}/{{rollout_id}}"} if name == "env" else set()
     captured = CAPTURED if name == "policy" else set()

@@ -86,6 +86,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]
   verbs: [get, create, update]
+# While the operator sees that nodes are drained it moves cells itself, and keeps others from evicting their pods.
+- apiGroups: [policy]
+  resources: [poddisruptionbudgets]
+  verbs: [get, create, update, delete]
 # A stack's control token, made once; S3 credentials and certificates that its storage names. No listing, no changing.
 - apiGroups: [""]
   resources: [secrets]
@@ -113,4 +117,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 - apiGroups: [""]
   resources: [nodes]
   verbs: [get]
+{{- if .Values.nodes.watch }}
+# Which nodes are cordoned: cells are moved off them.
+- apiGroups: [""]
+  resources: [nodes]
+  verbs: [list, watch]
+{{- end }}
 {{- end }}

@@ -26,6 +26,7 @@ class ConditionType(StrEnum):
     STORAGE_READY = "StorageReady"
     SUCCEEDED = "Succeeded"
     STALLED = "Stalled"
+    UP_TO_DATE = "UpToDate"
 
 
 class ConditionReason(StrEnum):
@@ -44,6 +45,10 @@ class ConditionReason(StrEnum):
     RESTORING = "Restoring"
     RECOVERED = "Recovered"
     RESTARTED_FROM_INPUT = "RestartedFromInput"
+    CODE_MISMATCH = "CodeMismatch"
+    UP_TO_DATE = "UpToDate"
+    ROLLING_OUT = "RollingOut"
+    PODS_NOT_STARTING = "PodsNotStarting"
     BACKOFF_LIMIT_EXCEEDED = "BackoffLimitExceeded"
     CONTROL_SECRET_INVALID = "ControlSecretInvalid"
     # Its storage: these, and one for each gym_servers.storage.store.StorageProblem.

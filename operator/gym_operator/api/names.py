@@ -44,6 +44,8 @@ APPLIED_DIGEST: Final = f"{GROUP}/applied-digest"
 """Annotation: digest of the manifest that the operator applied last."""
 CONFIG_DIGEST: Final = f"{GROUP}/config-digest"
 """Annotation of a pod: digest of the settings it was started with."""
+TEMPLATE_DIGEST: Final = f"{GROUP}/template-digest"
+"""Annotation of a pod: digest of the template that it was made from."""
 
 SCHEDULE_LABEL: Final = f"{GROUP}/schedule"
 SCHEDULE_UID_LABEL: Final = f"{GROUP}/schedule-uid"
@@ -95,6 +97,11 @@ def control_secret(stack: str) -> str:
 
 def network_policy(stack: str) -> str:
     """The NetworkPolicy of the stack's pods."""
+    return f"{stack}-servers"
+
+
+def disruption_budget(stack: str) -> str:
+    """The PodDisruptionBudget of the stack's pods."""
     return f"{stack}-servers"
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 from gym_operator.effects.kube import Listing
 from gym_operator.effects.transport import PodTransport
 from gym_operator.rules.checkpoint_entries import Entry, entry_of
-from gym_operator.rules.pod_state import PodState, by_server, observe
+from gym_operator.rules.pod_state import PodState, by_server, is_cordoned, observe
 
 REMEMBERED: Final = 1000
 """Finished checkpoints whose end this operator wrote: their last events are on the way."""
@@ -81,6 +81,7 @@ class Cache:
         self._entries: dict[Key, Entry] = {}
         self._finished: dict[str, None] = {}
         self._pods: dict[str, dict[str, PodState]] = {}
+        self.cordoned: frozenset[str] = frozenset()
         self._transport = transport
 
     def put_stack(self, body: Mapping[str, Any]) -> bool:
@@ -172,6 +173,12 @@ class Cache:
     def nodes_of(self, stack_uid: str) -> set[str]:
         """The nodes that a stack's pods are on."""
         return {pod.node for pod in self._pods.get(stack_uid, {}).values() if pod.node}
+
+    def put_node(self, body: Mapping[str, Any], *, deleted: bool = False) -> bool:
+        """Whether it is new that something, or that nothing, is to come to a node."""
+        name, before = body["metadata"]["name"], self.cordoned
+        self.cordoned = before | {name} if is_cordoned(body) and not deleted else before - {name}
+        return self.cordoned != before
 
     def replace_pods(self, stack_uid: str, listing: Listing) -> None:
         """Take a list from the API server for the whole truth about one stack's pods, as of its version: a watch

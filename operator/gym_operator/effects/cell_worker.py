@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from gym_operator.effects.checkpoints import Checkpoints
@@ -19,10 +19,12 @@ from gym_operator.effects.events import Subject
 from gym_operator.effects.kube import KubeError
 from gym_operator.effects.kube_host import KubeCellHost
 from gym_operator.effects.restores import Restores
+from gym_operator.effects.rollouts import Rollout
 from gym_operator.effects.services import Services
 from gym_operator.effects.stack_pods import StackPods
 from gym_operator.effects.status_writers import Gone, StackWriter, Superseded
 from gym_operator.effects.storage import StackStorage
+from gym_operator.rules import rollouts
 from gym_operator.rules.observed import CellSeen
 from gym_servers.coordination import decide
 from gym_servers.coordination.cell_host import CellSettings, View
@@ -50,16 +52,22 @@ STAND_BY_SECONDS: Final = 30.0
 """After another operator was noticed: two that take turns would undo each other's recoveries."""
 SILENT_LIST_SECONDS: Final = 2.0
 """A server that does not answer for so long is worth a list of the pods."""
+LEAVING_SILENT_SECONDS: Final = 3.0
+"""A server that is about to be ended and does not answer for so long counts as ended: no checkpoint waits for it."""
 SILENT_SECONDS: Final = 5.0
 """A server that does not answer for so long is worth a condition."""
 LAST_NAME: Final = "scale-down"
 """How the last checkpoint of a cell that is to go is called: no GymCheckpoint asked for it."""
+LAST_PREFIX: Final = f"{LAST_NAME}_"
+"""How its id begins: no GymCheckpoint's can, whose name has no such character."""
 
 
 @dataclass(frozen=True)
 class Orders:
     """What the stack wants of a cell. `settings` is None where nobody coordinates: checkpoints are turned off.
     `stop`: the spec does not have the cell any more. `release`: a cell that a checkpoint has stopped is to go on.
+    `templates`: what its pods carry where they are as the spec wants them, by server, as far as that is known;
+    `cordoned`: nodes that they are to leave; `turn`: no other cell is to be waited for with that.
     `calm` is how long to wait between looks while nothing happens, in seconds."""
 
     participants: Sequence[Participant]
@@ -68,6 +76,9 @@ class Orders:
     stop: bool = False
     release: bool = False
     calm: float = CALM_SECONDS
+    templates: Mapping[str, str] = field(default_factory=dict)
+    cordoned: frozenset[str] = frozenset()
+    turn: bool = False
 
 
 @dataclass
@@ -109,6 +120,7 @@ class CellWorker:
         self._changed = changed
         self._wake, self._death = asyncio.Event(), asyncio.Event()
         self._host = KubeCellHost(parts.services, parts.subject, index, parts.pods, parts.writer)
+        self._rollout = Rollout(index, self._host, parts.checkpoints, self._s.monotonic, self.wake)
         self._orders: Orders | None = None
         self._leaving: Leaving | None = None
         self._stand_by_until = float("-inf")
@@ -161,6 +173,40 @@ class CellWorker:
         """Whether the cell is in service and nothing else goes on in it."""
         return self.view is not None and isinstance(self.view.step, decide.Tend) and not self.busy
 
+    # ---- replacing its pods on purpose --------------------------------------------------------------------
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether its pods are replaced now, or as soon as it is free: nothing else is to begin in it."""
+        orders = self._orders
+        return orders is not None and not orders.stop and (self._rollout.under_way or rollouts.is_due(self._moving()))
+
+    @property
+    def moves(self) -> bool:
+        """Whether its last checkpoint before that is being taken."""
+        return self._rollout.under_way
+
+    @property
+    def cause(self) -> rollouts.Cause | None:
+        """Why its pods are to be replaced, where they are to stay at all."""
+        orders = self._orders
+        going = orders is None or orders.stop or orders.suspend
+        return None if going else rollouts.cause_of(self._moving())
+
+    def _moving(self) -> rollouts.Situation:
+        orders = self._orders
+        return rollouts.Situation(
+            record=self.record,
+            pods=self._host.pods(),
+            templates=orders.templates if orders is not None else {},
+            cordoned=orders.cordoned if orders is not None else (),
+            free=self.free,
+            busy=self.busy,
+            turn=orders is not None and orders.turn,
+            failed=self._rollout.failed,
+            storage_ok=self._p.storage.state.ok is True,
+        )
+
     def seen(self) -> CellSeen:
         """The cell, as it was seen last."""
         record, view = self.record, self.view
@@ -175,6 +221,8 @@ class CellWorker:
             waits=self._waits if not running or unheard or view is None else "",
             stopping=self._orders is not None and self._orders.stop,
             continuation=self.controller.continuation if self.controller is not None else None,
+            cause=self.cause,
+            trouble=self._rollout.trouble,
         )
 
     # ---- the loop -----------------------------------------------------------------------------------------
@@ -209,6 +257,11 @@ class CellWorker:
     def __str__(self) -> str:
         return f"stack {self._p.subject.namespace}/{self._p.subject.name} cell {self.index}"
 
+    async def dismiss(self) -> None:
+        """Its processes are about to be ended for good: they need not wait for a last checkpoint."""
+        if self.controller is not None:
+            await self.controller.dismiss()
+
     async def let_go(self, reason: str, message: str) -> None:
         """Stop coordinating; a checkpoint that is being taken fails for the given reason."""
         self.view, self._waits, self._silent_since = None, "", None
@@ -230,6 +283,8 @@ class CellWorker:
         if orders.settings is None:
             await self.let_go("CheckpointsDisabled", "checkpoints were turned off")
             self.stopped = orders.stop
+            if orders.turn:
+                await self._host.discard(rollouts.outdated(self._host.pods(), orders.templates))
         elif orders.suspend:
             await self._put_down(orders.settings, "StackSuspended", "the stack was suspended")
             self.stopped = orders.stop
@@ -238,8 +293,15 @@ class CellWorker:
         else:
             if self._leaving is not None and (self._leaving.task is None or self._leaving.task.done()):
                 self._leaving = None
-            await self._tend(orders.settings, release=orders.release)
+            await self._tend(orders.settings, release=orders.release or self._came_back())
+            if self.controller is not None:
+                await self._rollout.step(self.controller, self._moving())
         return self._pause()
+
+    def _came_back(self) -> bool:
+        """Whether it was to go, had stopped for that, and is to stay after all."""
+        stopped = self.record.stopped if self.record is not None else None
+        return stopped is not None and stopped.checkpoint_id.startswith(LAST_PREFIX)
 
     async def _know(self) -> None:
         """After another operator was at work: what stands of the cell, from the API server itself. Neither the record
@@ -312,6 +374,7 @@ class CellWorker:
 
     async def _put_down(self, settings: CellSettings, reason: str, message: str) -> None:
         """Stop coordinating; the pods go because their StatefulSets want none."""
+        await self.dismiss()
         await self.let_go(reason, message)
         record = self._p.writer.record(self.index)
         if record is None:
@@ -334,6 +397,8 @@ class CellWorker:
         ended = record is None or record.stage is not Stage.RUNNING or self._host.any_ended(record.pins)
         late = self._s.monotonic() > leaving.begin_by
         taken = leaving.task is not None and leaving.task.done()
+        if record is not None and record.stage is Stage.STOPPED and leaving.task is not None and not taken:
+            return  # what became of it is about to be told
         if ended or taken or (late and leaving.task is None):
             try:
                 await self._put_down(settings, "CellRemoved", "the cell was taken away")
@@ -351,9 +416,9 @@ class CellWorker:
         async def tell(progress: Progress) -> None:
             pass
 
-        id = f"{LAST_NAME}-{controller.record.attempt}-{secrets.token_hex(4)}"
+        id = f"{LAST_PREFIX}{controller.record.attempt}-{secrets.token_hex(4)}"
         try:
-            outcome = await controller.take(id, LAST_NAME, tell)
+            outcome = await controller.take(id, LAST_NAME, tell, stop=True)
         except (CheckpointFailed, StorageError, KubeError, Superseded, Gone) as error:
             leaving.text = f"stopped without a last checkpoint: {error}"
         else:
@@ -375,7 +440,10 @@ class CellWorker:
         seen = view.seen if view is not None else {}
         silent = [name for name, one in seen.items() if one.alive and one.status is None]
         self._p.pods.silent(self.index, silent)
-        self._silent_since = (self._silent_since or self._s.monotonic()) if silent else None
+        now = self._s.monotonic()
+        since = self._silent_since = (self._silent_since or now) if silent else None
+        lasting = since is not None and now - since >= LEAVING_SILENT_SECONDS
+        self._host.given_up = frozenset(silent) if lasting else frozenset()
 
     def _tell(self) -> None:
         """Let the stack's status be written where more than the driver's counters has changed."""
@@ -403,4 +471,4 @@ def _outline(seen: CellSeen) -> tuple[object, ...]:
     """What of a look cannot wait to be told."""
     statuses = {name: (one.session, one.phase, one.problem) for name, one in seen.statuses.items()}
     complete = [one.progress.get("complete", 0) for one in seen.statuses.values()]
-    return (seen.record, seen.pods, seen.waits, statuses, complete)
+    return (seen.record, seen.pods, seen.waits, seen.cause, seen.trouble, statuses, complete)

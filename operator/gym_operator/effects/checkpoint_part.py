@@ -20,7 +20,7 @@ from gym_operator.rules import checkpoint_phases as phases
 from gym_servers.coordination.checkpoint import CheckpointFailed, Progress, Request, tombstone
 from gym_servers.coordination.controller import CellController
 from gym_servers.coordination.record import CellRecord
-from gym_servers.coordination.terms import Phase
+from gym_servers.coordination.terms import NOT_BEGUN, Phase
 from gym_servers.protocol.digests import sha256
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.messages import Blocker
@@ -126,7 +126,7 @@ async def take(
         outcome = await controller.take(part.id, writer.name, tell, **wishes)
     except CheckpointFailed as error:
         begun = phases.part_of(writer.status, part.index).phase != "Pending"
-        if error.reason in ("CellNotRunning", "CheckpointOpen") and not begun:
+        if error.reason in NOT_BEGUN and not begun:
             return None
         return Failed(error.reason, str(error), error.blockers) if error.settled else Unsettled(error)
     except StorageError as error:

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from gym_operator.api import names
 from gym_operator.api.conditions import ConditionReason
-from gym_operator.effects.kube import CHILDREN, Body, Conflict, Kube, NotFound
+from gym_operator.effects.kube import CHILDREN, Body, Conflict, Kube, KubeError, NotFound
 from gym_operator.rules.spec_check import Problem
 from gym_operator.rules.workloads import (
     Manifest,
@@ -24,6 +24,9 @@ from gym_operator.rules.workloads import (
 
 LISTED: Final = ("StatefulSet", "Service")
 """Kinds of which each server has some; one that is taken out of the spec leaves them behind."""
+
+
+FORBIDDEN: Final = 403
 
 
 class ChildProblem(Exception):
@@ -87,7 +90,23 @@ async def ensure_children(kube: Kube, context: StackContext, *, running: bool) -
     wanted, present = build_children(context, running=running), await _listed(kube, context)
     for manifest in wanted:
         await _ensure(kube, context, manifest, present.get(_place(manifest)))
+    if not context.guarded:
+        await _unguard(kube, context)
     await _prune(kube, context, wanted, present)
+
+
+async def _unguard(kube: Kube, context: StackContext) -> None:
+    """Nobody moves the cells of a stack any more, so evictions are let through again."""
+    resource, name = CHILDREN["PodDisruptionBudget"], names.disruption_budget(context.name)
+    try:
+        found = await kube.get(resource, context.identity.namespace, name)
+        if not is_foreign(found, context.identity.uid):
+            await kube.delete(resource, context.identity.namespace, name, found["metadata"]["uid"])
+    except (NotFound, Conflict):
+        pass
+    except KubeError as error:
+        if error.status != FORBIDDEN:  # whoever may not look has made none
+            raise
 
 
 async def _listed(kube: Kube, context: StackContext) -> dict[tuple[str, str], Body]:
@@ -143,7 +162,8 @@ async def _prune(
 ) -> None:
     kept = {_place(manifest) for manifest in wanted}
     for (kind, name), found in present.items():
-        if (kind, name) in kept or is_foreign(found, context.identity.uid):
+        still_needed = (found["metadata"].get("labels") or {}).get(names.SERVER_LABEL) in context.kept_servers
+        if (kind, name) in kept or still_needed or is_foreign(found, context.identity.uid):
             continue
         with suppress(NotFound, Conflict):
             await kube.delete(CHILDREN[kind], context.identity.namespace, name, found["metadata"]["uid"])

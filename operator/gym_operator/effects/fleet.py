@@ -16,14 +16,24 @@ from gym_operator.effects.cache import Key, key_of, stack_of, version_of
 from gym_operator.effects.checkpoints import writer_for
 from gym_operator.effects.disposal import Disposal
 from gym_operator.effects.events import Subject
-from gym_operator.effects.kube import CHECKPOINTS, PODS, RESTORES, SCHEDULES, STACKS, KubeError, NotFound, Resource
+from gym_operator.effects.kube import (
+    CHECKPOINTS,
+    NODES,
+    PODS,
+    RESTORES,
+    SCHEDULES,
+    STACKS,
+    KubeError,
+    NotFound,
+    Resource,
+)
 from gym_operator.effects.resync import Resync
 from gym_operator.effects.retention import Retention
 from gym_operator.effects.schedules import Schedules
 from gym_operator.effects.services import Services
 from gym_operator.effects.status_writers import Gone, RestoreWriter, Superseded
 from gym_operator.effects.waits import Waits
-from gym_operator.effects.worker import StackWorker
+from gym_operator.effects.worker import DELETED, StackWorker
 from gym_operator.rules import checkpoint_phases, checkpoint_queue
 from gym_operator.rules import restores as restore_rules
 from gym_operator.rules.restores import is_finished
@@ -77,6 +87,9 @@ class Fleet:
 
     def event(self, resource: Resource, deleted: bool, body: Mapping[str, Any]) -> None:
         """A watch has told of an object as it is, or as it was before it was deleted."""
+        if resource == NODES:
+            self._node_is(deleted, body)
+            return
         watch = (resource.plural, self._scope(body["metadata"]["namespace"]))
         self._resync.watches.told(watch, version_of(body))
         self._is(resource, deleted, body)
@@ -120,6 +133,11 @@ class Fleet:
             return
         found[0].pod_changed(pod.cell, ended=deleted or (pod.incarnation is not None and not pod.alive))
 
+    def _node_is(self, deleted: bool, body: Mapping[str, Any]) -> None:
+        if self._cache.put_node(body, deleted=deleted):
+            for worker, _ in self._workers.values():
+                worker.wake()
+
     def _scope(self, namespace: str) -> str | None:
         return None if self._namespaces == [None] else namespace
 
@@ -136,7 +154,7 @@ class Fleet:
         found = self._workers.get(key)
         if found is not None and found[0].uid != wanted:
             del self._workers[key]
-            self._end(*found, "StackDeleted", "the stack was deleted")
+            self._end(*found, DELETED, "the stack was deleted")
             found = None
         if wanted is None or self._closed:
             return
@@ -154,7 +172,7 @@ class Fleet:
         if found is not None and found[0] is worker:
             del self._workers[worker.key]
             self._cache.drop_stack(worker.key, worker.uid)
-            self._end(*found, "StackDeleted", "the stack was deleted")
+            self._end(*found, DELETED, "the stack was deleted")
 
     def _end(self, worker: StackWorker, task: asyncio.Task[None], reason: str, message: str) -> None:
         async def end() -> None:

@@ -96,6 +96,7 @@ SECRETS: Final = Resource("", "v1", "secrets")
 EVENTS: Final = Resource("", "v1", "events")
 CHILDREN: Final[Mapping[str, Resource]] = {
     "ConfigMap": Resource("", "v1", "configmaps"),
+    "PodDisruptionBudget": Resource("policy", "v1", "poddisruptionbudgets"),
     "NetworkPolicy": Resource("networking.k8s.io", "v1", "networkpolicies"),
     "Secret": SECRETS,
     "Service": Resource("", "v1", "services"),

@@ -6,7 +6,8 @@ The StatefulSets bring fresh pods up by themselves, so to end a process is all t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Final, Literal
 
 from gym_operator.api.names import CONTROL_PORT
@@ -18,11 +19,13 @@ from gym_operator.effects.status_writers import StackWriter
 from gym_operator.effects.waits import Waits
 from gym_operator.rules.pod_state import PodState, pod_uid
 from gym_servers.coordination.cell_host import Process
-from gym_servers.coordination.record import CellRecord, Pin
+from gym_servers.coordination.record import CellRecord, Pin, Stage
 from gym_servers.stack.spec import Participant
 
 GRACE_SECONDS: Final = 1
-"""Servers end at once on SIGTERM; what they hold is in a checkpoint or it is not."""
+"""Servers that are told that no checkpoint comes end at once; what they hold is in one or it is not."""
+PARKING_SECONDS: Final = 12
+"""After a last checkpoint they park their sessions first, and need no longer than that takes."""
 ASK_AGAIN_SECONDS: Final = 3.0
 """A deletion is asked for again after so long: the first one is under way."""
 
@@ -46,14 +49,25 @@ class KubeCellHost:
         self._pods, self._writer = pods, writer
         self._asked: dict[str, float] = {}
         self._deleting = Waits(services.monotonic)
+        self.given_up: frozenset[str] = frozenset()  # servers that are about to be ended, and do not answer
 
     def pods(self) -> dict[str, PodState]:
         """The pod that counts for each server."""
-        return self._pods.of(self._cell)
+        pods = self._pods.of(self._cell)
+        lost = {name for name in self.given_up if name in pods and pods[name].leaving}
+        return {name: replace(pod, alive=False, leaving=False) if name in lost else pod for name, pod in pods.items()}
 
     async def processes(self) -> Sequence[Process]:
-        pods = self.pods()
-        return [_process(each, pods.get(each.name)) for each in self.participants]
+        """Those that the spec wants; in service, those that it wanted when they came into it."""
+        pods, record = self.pods(), self._writer.record(self._cell)
+        if record is None or record.stage not in (Stage.RUNNING, Stage.STOPPED) or not record.pins:
+            return [_process(each.name, each.kind, pods.get(each.name)) for each in self.participants]
+        kinds: dict[str, str] = {each.name: each.kind for each in self.participants}
+        names = [*(name for name in kinds if name in record.pins), *sorted(record.pins.keys() - kinds)]
+        return [
+            _process(name, kinds.get(name) or (pods[name].kind if name in pods else ""), pods.get(name))
+            for name in names
+        ]
 
     def any_ended(self, pins: Mapping[str, Pin]) -> bool:
         """Whether it shows already that one of these processes is not there any more."""
@@ -66,7 +80,7 @@ class KubeCellHost:
     async def end(self, processes: Mapping[str, str]) -> None:
         """Delete the pods of these processes, all at once; a pod that is another one by now is left alone."""
         pods = self.pods()
-        self._deleting.keep({pod.uid for pod in pods.values()})
+        self._deleting.keep({_ending(pod) for pod in pods.values()})
         doomed = []
         for name, incarnation in processes.items():
             pod = pods.get(name)
@@ -76,6 +90,11 @@ class KubeCellHost:
         for result in results:
             if isinstance(result, BaseException):
                 raise result
+
+    async def discard(self, servers: Collection[str]) -> None:
+        """Delete the pods of these servers, whether there is a process in them or not."""
+        found = [pod for name, pod in self.pods().items() if name in servers and self._due(pod)]
+        await asyncio.gather(*(self._delete(pod) for pod in found))
 
     async def save(self, record: CellRecord) -> None:
         # A look may be broken off; what it was writing then is written or not, but never unknown.
@@ -93,12 +112,17 @@ class KubeCellHost:
         return True
 
     async def _delete(self, pod: PodState) -> None:
-        forced = self._pods.is_lost(pod) or (pod.grace is not None and pod.overdue(self._deleting.seconds(pod.uid)))
+        forced = self._pods.is_lost(pod) or (
+            pod.grace is not None and pod.overdue(self._deleting.seconds(_ending(pod)))
+        )
         if forced:
             message = f"node {pod.node} does not confirm the end of {pod.name}; it is removed by force"
             await self.announce("Warning", "PodForced", message)
+        record = self._writer.record(self._cell)
+        parks = record is not None and bool(record.recoveries) and record.recoveries[-1].planned
+        grace = PARKING_SECONDS if parks else GRACE_SECONDS
         try:
-            await self._s.kube.delete(PODS, pod.namespace, pod.name, pod.uid, 0 if forced else GRACE_SECONDS)
+            await self._s.kube.delete(PODS, pod.namespace, pod.name, pod.uid, 0 if forced else grace)
         except (NotFound, Conflict):
             self._pods.dropped(pod)
         except BaseException:  # a look that is broken off has not asked either
@@ -106,11 +130,16 @@ class KubeCellHost:
             raise
 
 
-def _process(participant: Participant, pod: PodState | None) -> Process:
+def _process(name: str, kind: str, pod: PodState | None) -> Process:
     if pod is None:
-        return Process(participant.name, participant.kind, None, False, None, "no pod")
+        return Process(name, kind, None, False, None, "no pod")
     url = f"http://{_host(pod.address)}:{CONTROL_PORT}" if pod.alive and pod.address else None
-    return Process(participant.name, participant.kind, pod.incarnation, pod.alive, url, pod.detail)
+    return Process(name, kind, pod.incarnation, pod.alive, url, pod.detail, pod.leaving)
+
+
+def _ending(pod: PodState) -> str:
+    """A pod's end as it was asked for last: one that is given less time has begun to end anew."""
+    return f"{pod.uid}/{pod.grace}"
 
 
 def _host(address: str) -> str:

@@ -27,4 +27,6 @@ class Services:
     monotonic: Callable[[], float] = time.monotonic
     cluster: str | None = None
     """The cluster's id, None where it may not be read."""
+    watches_nodes: bool = False
+    """Whether it is told when a node is cordoned."""
     metrics: Metrics = field(default_factory=Metrics)

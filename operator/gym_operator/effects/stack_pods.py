@@ -34,10 +34,13 @@ class StackPods:
     def of(self, cell: int) -> dict[str, PodState]:
         """The pod that counts for each server of a cell; on a lost node nothing is alive, whatever was heard of it
         last."""
-        return {
-            server: replace(pod, alive=False, detail=f"node {pod.node} is lost") if self.is_lost(pod) else pod
-            for server, pod in self._cache.pods_of(self._subject.uid, cell).items()
-        }
+
+        def known(pod: PodState) -> PodState:
+            if not self.is_lost(pod):
+                return pod
+            return replace(pod, alive=False, leaving=False, detail=f"node {pod.node} is lost")
+
+        return {server: known(pod) for server, pod in self._cache.pods_of(self._subject.uid, cell).items()}
 
     def is_lost(self, pod: PodState) -> bool:
         return pod.node in self._lost_nodes

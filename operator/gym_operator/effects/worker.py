@@ -12,8 +12,8 @@ import logging
 import random
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
-from typing import Any, Final
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
 
 from gym_operator.api import names
 from gym_operator.api.conditions import ConditionReason
@@ -35,9 +35,10 @@ from gym_operator.rules.checkpoint_phases import Origin
 from gym_operator.rules.checkpoint_queue import Obstacle, Situation
 from gym_operator.rules.observed import CellSeen, Observed
 from gym_operator.rules.rest import at_rest, storage_told, was_at_rest
+from gym_operator.rules.rollouts import whose_turn
 from gym_operator.rules.spec_check import Problem, check_stack
 from gym_operator.rules.stack_status import differs_in_progress_only, stack_status, warnings
-from gym_operator.rules.workloads import StackContext
+from gym_operator.rules.workloads import StackContext, templates
 from gym_servers.coordination.cell_host import CellSettings
 from gym_servers.coordination.record import KEPT_RECOVERIES, CellRecord, Stage
 from gym_servers.stack.durations import parse_duration
@@ -64,17 +65,19 @@ MOST_ASKED: Final = 300
 """Servers that are asked for their status each second while nothing happens: a death wakes its cell anyway."""
 TORN_SECONDS: Final = 5.0
 """A checkpoint that was to stop a stack and has stopped some of its cells only has failed when nothing more comes."""
+DELETED: Final = "StackDeleted"
+"""Why a worker ends whose stack is gone, and whose pods go with it."""
 LEAST_RECOVERIES: Final = 2
 """Past recoveries that a record keeps however many cells there are: all records have to fit into one object."""
 
 
-@dataclass(frozen=True)
-class Ensured:
+class Ensured(NamedTuple):
     """How the stack's objects were found: good until `until` (monotonic), for this generation of the spec, for so
-    many cells, and for `running` pods or none."""
+    many cells, for servers that are still needed, and for `running` pods or none."""
 
     generation: int
     kept: int
+    servers: frozenset[str]
     running: bool
     until: float
     problem: Problem | None
@@ -108,6 +111,7 @@ class StackWorker:
         self._good: GymStack | None = None
         self._observe_now: Callable[[], Observed] | None = None
         self._tokens: ControlTokens | None = None
+        self._templates: Mapping[str, str] = {}
         self._loaded = False
         self._ensured: Ensured | None = None
         self._written = float("-inf")
@@ -181,6 +185,8 @@ class StackWorker:
         """End what runs beside the passes; `run` must have been cancelled before."""
         if self._cells:
             await asyncio.wait([task for _, task in self._cells.values()])
+        if reason == DELETED:
+            await asyncio.gather(*(cell.dismiss() for cell, _ in self._cells.values()))
         await asyncio.gather(*(cell.let_go(reason, message) for cell, _ in self._cells.values()))
         with suppress(Gone, Superseded, KubeError, StorageError):
             await self._checkpoints.close(reason, message)
@@ -208,6 +214,8 @@ class StackWorker:
             return CALM_SECONDS
         self._see_to_cells(stack)
         resting = problem is None and self._rests(stack)
+        # Before its pods go: a cell that is to stop must not take that for somebody's deletion.
+        self._give_orders(stack, resting)
         ensured = await self._ensure(stack, generation, resting)
         problem = problem or ensured.problem
         if not resting or not self._is_proved(generation):
@@ -274,21 +282,24 @@ class StackWorker:
         same. Of a stack at rest they may be as the operator before has left them: many begin at once."""
         now, kept = self._s.monotonic(), max(self._cells) + 1
         running = not stack.spec.suspend and not (stack.spec.checkpoints.enabled and all(self._stopped(stack)))
-        wanted, known = (generation, kept, running), self._ensured
+        servers = self._servers() - {each.name for each in stack.spec.participants()}
+        wanted, known = (generation, kept, servers, running), self._ensured
         if known is None and resting and was_at_rest(self._writer.status, generation):
             known = self._ensured = Ensured(*wanted, now - ENSURE_AT_REST_SECONDS * random.random(), None, "")
-        if known is not None and (known.generation, known.kept, known.running) == wanted:
+        if known is not None and known[:4] == wanted:
             calm = resting and not known.problem and not known.trouble
             if now < known.until + (ENSURE_AT_REST_SECONDS if calm else 0.0):
                 return known
         settled = all(
             cell.record is not None and cell.record.stage is Stage.RUNNING for cell, _ in self._cells.values()
         )
-        context = StackContext(stack.identity, stack.spec, self._s.operator_namespace, kept)
+        guarded = self._s.watches_nodes and stack.spec.checkpoints.enabled
+        context = StackContext(stack.identity, stack.spec, self._s.operator_namespace, kept, servers, guarded)
         problem, trouble = None, ""
         try:
             self._tokens = await ensure_secret(self._s.kube, context)
             await ensure_children(self._s.kube, context, running=running)
+            self._templates = templates(context)  # only now: fresh pods are made from these
         except ChildProblem as error:
             problem = error.problem
         except KubeError as error:
@@ -297,6 +308,14 @@ class StackWorker:
         seconds = TROUBLE_SECONDS if trouble else ENSURE_SECONDS if settled else ENSURE_STARTING_SECONDS
         self._ensured = Ensured(*wanted, now + seconds, problem, trouble)
         return self._ensured
+
+    def _servers(self) -> frozenset[str]:
+        """Servers of cells in service: whatever the spec says, each cell lets them go in its turn."""
+        in_service = (Stage.RUNNING, Stage.STOPPED)
+        records = [cell.record for cell, _ in self._cells.values()]
+        return frozenset(
+            name for record in records if record is not None and record.stage in in_service for name in record.pins
+        )
 
     async def _tend_storage(self, stack: GymStack) -> None:
         storage = stack.spec.checkpoints.storage
@@ -351,12 +370,33 @@ class StackWorker:
             return  # nothing of this stack runs yet
         enabled, participants = stack.spec.checkpoints.enabled, stack.spec.participants()
         release = self._is_torn(stack)
+        turn = self._turn(stack)
         calm = REST_SECONDS if resting else max(CALM_SECONDS, len(self._cells) * len(participants) / MOST_ASKED)
         for index, (cell, _) in self._cells.items():
             settings = self._settings(stack, index) if enabled else None
             stop = index >= stack.spec.cells
             prefix = f"cell {index}: " if len(self._cells) > 1 else ""
-            cell.order(Orders(participants, settings, stack.spec.suspend, stop, release, calm), prefix)
+            orders = Orders(participants, settings, stack.spec.suspend, stop, release, calm)
+            cell.order(
+                replace(orders, templates=self._templates, cordoned=self._s.cache.cordoned, turn=index == turn),
+                prefix,
+            )
+
+    def _turn(self, stack: GymStack) -> int | None:
+        """The cell whose pods may be replaced now, where that can wait."""
+        cells = {i: cell for i, (cell, _) in self._cells.items() if i < stack.spec.cells}
+        enabled, participants = stack.spec.checkpoints.enabled, stack.spec.participants()
+
+        def serves(cell: CellWorker) -> bool:
+            if enabled:
+                return cell.record is not None and cell.record.stage is Stage.RUNNING
+            pods = self._pods.of(cell.index)
+            return all(each.name in pods and pods[each.name].ready for each in participants)
+
+        waiting = [i for i, cell in cells.items() if cell.cause is not None]
+        return whose_turn(
+            {i: serves(cell) for i, cell in cells.items()}, waiting, [i for i, cell in cells.items() if cell.moves]
+        )
 
     def _settings(self, stack: GymStack, index: int) -> CellSettings:
         spec = stack.spec
@@ -374,6 +414,8 @@ class StackWorker:
             commit_timeout=parse_duration(spec.checkpoints.commit_timeout),
             kept_recoveries=max(LEAST_RECOVERIES, KEPT_RECOVERIES // spec.cells),
             restart_blockers_after=spec.checkpoints.restart_blockers_after,
+            any_code=spec.recovery.code_mismatch == "Accept",
+            patient=True,
         )
 
     def _wake_cell(self, index: int) -> None:
@@ -415,7 +457,7 @@ class StackWorker:
         situation = Situation(
             enabled=stack.spec.checkpoints.enabled,
             stage=record.stage if record else None,
-            free=obstacle is None and cell.free and not self._restores.is_next,
+            free=obstacle is None and cell.free and not self._restores.is_next and not cell.is_moved,
             open_id=record.open.checkpoint_id if record and record.open else None,
             obstacle=obstacle,
             storage_proved=self._storage.state.ok is True,

@@ -15,7 +15,17 @@ from gym_operator.effects.cache import Cache
 from gym_operator.effects.cluster import cluster_id
 from gym_operator.effects.events import Events
 from gym_operator.effects.fleet import Fleet
-from gym_operator.effects.kube import CHECKPOINTS, RESTORES, SCHEDULES, STACKS, ApiKube, KubeError, NotFound, connect
+from gym_operator.effects.kube import (
+    CHECKPOINTS,
+    NODES,
+    RESTORES,
+    SCHEDULES,
+    STACKS,
+    ApiKube,
+    KubeError,
+    NotFound,
+    connect,
+)
 from gym_operator.effects.metrics import Metrics
 from gym_operator.effects.services import Services
 from gym_operator.effects.transport import pod_client
@@ -51,9 +61,12 @@ async def operate(
     try:
         await _check(kube, namespaces)
         cluster = await _identify(kube)
+        nodes = not namespaces and await _may_watch_nodes(kube)
         cache, events = Cache(transport), Events(kube, said=metrics.said)
-        services = Services(kube, cache, events, http, operator_namespace, cluster=cluster, metrics=metrics)
-        watching = Watching(lambda *told: fleet.event(*told), kubeconfig, namespaces)
+        services = Services(
+            kube, cache, events, http, operator_namespace, cluster=cluster, metrics=metrics, watches_nodes=nodes
+        )
+        watching = Watching(lambda *told: fleet.event(*told), kubeconfig, namespaces, nodes=nodes)
         fleet = Fleet(services, namespaces, watching.reopen)
         metrics.watch(lambda: iter(cache.stacks.values()), fleet.health)
         async with serving_health(health_port, fleet.health, metrics):
@@ -103,6 +116,19 @@ async def _identify(kube: ApiKube) -> str | None:
         return await _patiently(partial(cluster_id, kube))
     except KubeError as error:
         raise StartError(f"cannot ask which cluster this is: {error}") from error
+
+
+async def _may_watch_nodes(kube: ApiKube) -> bool:
+    """Whether it can see that a node is cordoned. Without that it moves no cell off a node, and evictions are let
+    through, which are deletions like any other."""
+    try:
+        await _patiently(partial(kube.try_list, NODES, None))
+    except KubeError as error:
+        if error.status == 403:
+            log.info("nodes may not be watched: cells are not moved off a node that is cordoned")
+            return False
+        raise StartError(f"cannot list nodes: {error}") from error
+    return True
 
 
 async def _patiently(ask: Callable[[], Awaitable[T]]) -> T:

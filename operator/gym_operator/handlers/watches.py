@@ -13,15 +13,16 @@ from typing import Any
 import kopf
 
 from gym_operator.api import names
-from gym_operator.effects.kube import Resource
+from gym_operator.effects.kube import NODES, Resource
 from gym_operator.effects.resync import WATCHED
 from gym_operator.handlers.login import connection_info
 
 Tell = Callable[[Resource, bool, Mapping[str, Any]], None]
 
 
-def registry(tell: Tell, kubeconfig: str | None, *, cluster_wide: bool) -> kopf.OperatorRegistry:
-    """The handlers. `tell` is told of each event: kind, whether the object is deleted, the object."""
+def registry(tell: Tell, kubeconfig: str | None, *, cluster_wide: bool, nodes: bool) -> kopf.OperatorRegistry:
+    """The handlers. `tell` is told of each event: kind, whether the object is deleted, the object. `nodes`: they
+    may be watched."""
     handlers = kopf.OperatorRegistry()
 
     @kopf.on.startup(registry=handlers)
@@ -32,7 +33,7 @@ def registry(tell: Tell, kubeconfig: str | None, *, cluster_wide: bool) -> kopf.
     async def login(**_: Any) -> kopf.ConnectionInfo:
         return await connection_info(kubeconfig)
 
-    for resource, label in WATCHED.items():
+    for resource, label in {**WATCHED, **({NODES: ""} if nodes else {})}.items():
         _hand_on(resource, label, tell, handlers)
     return handlers
 

@@ -32,15 +32,18 @@ LAST_SECONDS: Final = 3.0
 
 
 class Watching:
-    """`run` watches until it is cancelled; `tell` is called in the loop of `run`."""
+    """`run` watches until it is cancelled; `tell` is called in the loop of `run`. `nodes`: of those too."""
 
     def __init__(
         self,
         tell: Callable[[Resource, bool, Mapping[str, Any]], None],
         kubeconfig: str | None,
         namespaces: Sequence[str],
+        *,
+        nodes: bool = False,
     ) -> None:
         self._tell, self._kubeconfig, self._namespaces = tell, kubeconfig, list(namespaces)
+        self._nodes = nodes
         self._stop: concurrent.futures.Future[None] | None = None
 
     def reopen(self) -> None:
@@ -65,7 +68,8 @@ class Watching:
 
         def work() -> None:
             try:
-                asyncio.run(self._operate(registry(tell, self._kubeconfig, cluster_wide=not self._namespaces), stop))
+                handlers = registry(tell, self._kubeconfig, cluster_wide=not self._namespaces, nodes=self._nodes)
+                asyncio.run(self._operate(handlers, stop))
             except BaseException as error:
                 log.warning("the watches have ended (%s: %s); they are opened anew", type(error).__name__, error)
             finally:

@@ -27,6 +27,12 @@ _PROBLEM_REASONS: Final = {"collection": "TasksInvalid"}
 """What a participant's problem is called; the driver has only its tasks to be unhappy with."""
 
 
+_WHAT_HELPS: Final = (
+    "put the servers back into the spec that wrote it, or set spec.recovery.codeMismatch to Accept: what the new "
+    "ones do not take starts over then"
+)
+
+
 @dataclass(frozen=True)
 class Verdict:
     """Where something stands, in the words of its phases and of Ready; `phase` is the one of a stack that has no
@@ -62,6 +68,8 @@ def cell_verdict(before: CellStatus | None, cell: CellSeen, seen: Observed) -> V
         waits = "; ".join(each for each in (cell.waits, seen.waits) if each)
         return Verdict("Pending", "Pending", "False", "PodsStarting", waits or "the servers are being created")
     last = record.recoveries[-1] if record.recoveries else None
+    if record.held:
+        return Verdict("Failed", "Failed", "False", ConditionReason.CODE_MISMATCH, f"{record.held}; {_WHAT_HELPS}")
     if record.stage is Stage.STALLED:
         why = f"; the last began because {last.reason}" if last else ""
         return Verdict(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from gym_operator.api.conditions import ConditionReason
 from gym_operator.api.stack import LastCheckpoint
 from gym_operator.rules.pod_state import PodState
+from gym_operator.rules.rollouts import Cause
 from gym_operator.rules.spec_check import Problem
 from gym_servers.coordination.continuation import Continuation
 from gym_servers.coordination.record import CellRecord
@@ -27,7 +28,8 @@ class Storage:
 @dataclass(frozen=True)
 class CellSeen:
     """One cell, as it was seen last. `waits` is what its controller waits for; `stopping`: the spec does not have it
-    any more; `continuation` is what its controller knows of its last recovery."""
+    any more; `continuation` is what its controller knows of its last recovery; `cause`: why its pods are to be
+    replaced, and `trouble` what came of the last checkpoint before that, where it failed."""
 
     index: int
     pods: Mapping[str, PodState] = field(default_factory=dict)
@@ -36,6 +38,8 @@ class CellSeen:
     waits: str = ""
     stopping: bool = False
     continuation: Continuation | None = None
+    cause: Cause | None = None
+    trouble: str = ""
 
 
 @dataclass(frozen=True)

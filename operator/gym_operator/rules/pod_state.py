@@ -20,7 +20,9 @@ OVERDUE_SECONDS: Final = 20.0
 @dataclass(frozen=True)
 class PodState:
     """The pod of a server in a cell. `incarnation` is None while no process was started; `grace`, in seconds, is what
-    a pod that is being deleted has to end, None for any other; `detail` says why it is not alive."""
+    a pod that is being deleted has to end, None for any other. `leaving`: it is being deleted, and its process still
+    runs. `detail` says why it is not alive, or is about not to be; `template` is the digest of what the pod was made
+    from."""
 
     uid: str
     name: str
@@ -38,6 +40,9 @@ class PodState:
     node: str | None
     detail: str
     grace: float | None
+    leaving: bool = False
+    kind: str = ""
+    template: str | None = None
 
     def overdue(self, since: float) -> bool:
         """Whether nobody seems to confirm its end, so that it has to be forced. `since`: for how many seconds it was
@@ -53,8 +58,8 @@ def observe(pod: Mapping[str, Any]) -> PodState:
     container = _container(status)
     container_id = container.get("containerID")
     deleted = metadata.get("deletionTimestamp")
-    running = status.get("phase") == "Running" and "running" in (container.get("state") or {})
-    alive = running and deleted is None
+    alive = status.get("phase") == "Running" and "running" in (container.get("state") or {})
+    leaving = alive and deleted is not None
     return PodState(
         uid=metadata["uid"],
         name=metadata["name"],
@@ -70,8 +75,11 @@ def observe(pod: Mapping[str, Any]) -> PodState:
         ready=alive and _is_ready(status),
         address=status.get("podIP"),
         node=(pod.get("spec") or {}).get("nodeName"),
-        detail="" if alive else _detail(status, container, deleted is not None),
+        detail="" if alive and not leaving else _detail(status, container, deleted is not None),
         grace=float(metadata.get("deletionGracePeriodSeconds") or 0) if deleted else None,
+        leaving=leaving,
+        kind=labels.get(names.COMPONENT_LABEL, ""),
+        template=(metadata.get("annotations") or {}).get(names.TEMPLATE_DIGEST),
     )
 
 
@@ -81,6 +89,29 @@ def by_server(pods: Iterable[PodState]) -> dict[str, PodState]:
     for pod in sorted(pods, key=lambda pod: (pod.created, pod.version)):
         chosen[pod.server] = pod
     return chosen
+
+
+HOPELESS: Final = (
+    "CrashLoopBackOff",
+    "CreateContainerConfigError",
+    "CreateContainerError",
+    "ErrImageNeverPull",
+    "ErrImagePull",
+    "ImagePullBackOff",
+    "InvalidImageName",
+    "RunContainerError",
+)
+"""Why a container does not start that no patience mends: what its pod was made from is wrong."""
+
+
+def is_hopeless(pod: PodState) -> bool:
+    """Whether it does not come up because of what it was made from."""
+    return not pod.alive and pod.grace is None and pod.detail.startswith(HOPELESS)
+
+
+def is_cordoned(node: Mapping[str, Any]) -> bool:
+    """Whether nothing new is to come to a node: it is drained, or is about to be."""
+    return bool((node.get("spec") or {}).get("unschedulable"))
 
 
 def node_is_lost(node: Mapping[str, Any]) -> bool:

@@ -178,6 +178,8 @@ def progress(record: CellRecord, uid: str, begun: bool, backoff_limit: int) -> R
         if chosen is not None:
             return ConditionReason.SUPERSEDED, "another restore of this stack was begun since"
         return ConditionReason.RECORDS_REFUSED, f"the servers did not take its records, as events say; {_INSTEAD}"
+    if record.held:
+        return ConditionReason.CODE_MISMATCH, f"{record.held}; {_INSTEAD}"
     if record.stage in (Stage.RUNNING, Stage.STOPPED):  # a checkpoint may have stopped it at once
         return "Succeeded"
     stalled = record.stage is Stage.STALLED  # then its last failure was not followed by a try

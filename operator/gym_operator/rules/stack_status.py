@@ -15,6 +15,7 @@ from gym_operator.rules.cell_status import Verdict
 from gym_operator.rules.conditions import put
 from gym_operator.rules.continuations import restored_of
 from gym_operator.rules.observed import CellSeen, Observed
+from gym_operator.rules.rollout_status import roll_out
 from gym_servers.coordination.record import Recovery
 
 _URGENCY: Final[Mapping[StackPhase, int]] = {"Failed": 0, "Recovering": 1, "Pending": 2, "Starting": 3, "Running": 4}
@@ -67,6 +68,9 @@ def warnings(seen: Observed) -> list[tuple[str, str]]:
     found = [(seen.problem.reason.value, seen.problem.message)] if seen.problem is not None else []
     if seen.storage is not None and seen.storage.ok is False:
         found.append((seen.storage.reason.value, seen.storage.message))
+    _, reason, message = roll_out(seen)
+    if reason == ConditionReason.PODS_NOT_STARTING:
+        found.append((reason, message))
     for cell in seen.cells:
         found += [(reason, f"{seen.name_of(cell)}{message}") for reason, message in cells.problems(cell, seen)]
     return found
@@ -139,6 +143,7 @@ def _conditions(seen: Observed, verdict: Verdict, verdicts: Mapping[int, Verdict
         ("True", verdict.reason, verdict.message) if stalled else ("False", ConditionReason.RUNNING, "")
     )
     found[ConditionType.RECOVERING] = _recovering(seen, verdicts)
+    found[ConditionType.UP_TO_DATE] = roll_out(seen)
     if seen.checkpoints_enabled:
         found[ConditionType.CHECKPOINTING] = (
             ("True", ConditionReason.CHECKPOINT_RUNNING, f"checkpoint {seen.checkpoint} is being taken")

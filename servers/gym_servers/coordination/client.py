@@ -62,7 +62,9 @@ class ParticipantClient:
         """POST a verb until it is answered or its deadline has passed. Raises ProtocolError, Unreachable."""
         while True:
             left = body.deadline_ts - self.wall()
-            content = {**body.model_dump(mode="json"), "deadline_ts": self.clock.of(body.deadline_ts)}
+            # Without what equals the default: a field of a later version means nothing to who does not know it.
+            said = body.model_dump(mode="json", exclude_defaults=True)
+            content = {**said, "deadline_ts": self.clock.of(body.deadline_ts)}
             try:
                 return await self._once("POST", verb, content, reply, max(0.1, left) + REPLY_GRACE_SECONDS)
             except Unreachable:

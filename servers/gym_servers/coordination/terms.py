@@ -73,6 +73,10 @@ class Outcome:
         return sum(member.bytes for member in self.publication.members)
 
 
+NOT_BEGUN = frozenset({"CellNotRunning", "CheckpointOpen"})
+"""Reasons of a checkpoint that was not even begun, since something else goes on in its cell."""
+
+
 class CheckpointFailed(Exception):
     """The checkpoint was given up. `reason` is one CamelCase word, the text says what happened and to whom.
     `settled` is False where storage could not be told: the tombstone is still to be written."""

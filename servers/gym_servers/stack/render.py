@@ -42,13 +42,11 @@ def render_settings(
     ports_of: Callable[[str], Ports] = lambda name: Ports(),
     image: str = "",
     cells_file: str | None = None,
-    await_final: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """The settings of every process of one cell, by server name, as plain JSON.
 
     `address_of` gives the data URL of a server; it may contain `{cell}`, which each process replaces with its
-    own cell. `cells_file` is where its driver reads how many there are: they may change while it runs. `await_final`:
-    whoever ends a process leaves it time for a last checkpoint. Values that
+    own cell. `cells_file` is where its driver reads how many there are: they may change while it runs. Values that
     equal the default are left out, so that a new setting in a later version does not look like a change to stacks
     that do not use it.
     """
@@ -70,7 +68,6 @@ def render_settings(
                 enabled=spec.checkpoints.enabled,
                 attempt_floor=spec.access.attempt_floor,
                 external_driver=participant.kind == "environment" and spec.collection is None,
-                await_final=await_final and spec.checkpoints.enabled,
             ),
             storage=_storage(spec) if uses_storage(participant, spec) else StorageSettings(),
             collection=_collection(spec, cells_file) if participant.kind == "collection" else None,

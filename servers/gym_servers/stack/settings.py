@@ -17,6 +17,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 DATA_PORT = 8000
 CONTROL_PORT = 8001
 
+AWAIT_FINAL = "GYM_AWAIT_FINAL"
+"""Variable of a process whose end leaves it time: told to end, it waits for a last checkpoint. No setting: it says
+how the process is run, and not what it does."""
+
 ParticipantKind = Literal["environment", "model", "agent", "resources", "collection"]
 
 
@@ -71,15 +75,13 @@ class StorageSettings(_Model):
 
 class CheckpointSettings(_Model):
     """`enabled: false` installs no control route and builds no record. `coordinated` processes start closed.
-    `external_driver`: somebody without storage of his own drives, so an environment uses his attempt numbers up.
-    `await_final`: a process in service that is told to end waits for a last checkpoint that stops it."""
+    `external_driver`: somebody without storage of his own drives, so an environment uses his attempt numbers up."""
 
     enabled: bool = False
     coordinated: bool = True
     lease_grace_seconds: float = Field(60.0, gt=0)
     attempt_floor: bool = True
     external_driver: bool = False
-    await_final: bool = False
 
 
 class CollectionSettings(_Model):

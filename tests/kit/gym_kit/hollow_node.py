@@ -1,8 +1,9 @@
 """A node without containers: runs the pods of stacks as processes of this machine, on loopback addresses.
 
 To the operator it is a kubelet: pods get a container id, an address and readiness, a container that dies is started
-again in place, a deleted pod ends. So a real API server and real Gym servers can be tried without root and without an
-image. `kill` is what the kernel does to a container that needs too much memory.
+again in place, a deleted pod is told to end and has the time that it was given. So a real API server and real Gym
+servers can be tried without root and without an image. `kill` is what the kernel does to a container that needs too
+much memory.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,6 +30,8 @@ from gym_operator.api import names
 from gym_operator.effects.kube import CHILDREN, PODS, SECRETS, Conflict, Kube, KubeError, NotFound, Resource
 
 NODE: Final = "hollow"
+OTHER_NODE: Final = "hollow-other"
+"""Where pods come to while the first is cordoned: it is the same machine."""
 LOOK_SECONDS: Final = 0.05
 RESTART_SECONDS: Final = 0.5
 HEARTBEAT_SECONDS: Final = 10.0
@@ -46,6 +50,7 @@ class _Container:
     ready: bool = False
     last: dict[str, Any] = field(default_factory=dict)
     ended_at: float = 0.0
+    told_to_end: bool = False
 
 
 class HollowNode:
@@ -103,6 +108,8 @@ class HollowNode:
         container = self._containers.get(uid)
         if pod["metadata"].get("deletionTimestamp"):
             if container is not None:
+                if not _has_ended(container, pod["metadata"]["deletionTimestamp"]):
+                    return
                 await _kill(container)
                 del self._containers[uid]
             await self._kube.delete(PODS, pod["metadata"]["namespace"], pod["metadata"]["name"], uid, 0)
@@ -135,12 +142,14 @@ class HollowNode:
 
     async def _bind(self, pod: Mapping[str, Any]) -> None:
         metadata = pod["metadata"]
-        binding = {
+        binding: dict[str, Any] = {
             "apiVersion": "v1",
             "kind": "Binding",
             "metadata": {"name": metadata["name"]},
             "target": {"apiVersion": "v1", "kind": "Node", "name": NODE},
         }
+        if ((await self._kube.get(NODES, None, NODE)).get("spec") or {}).get("unschedulable"):
+            binding["target"]["name"] = OTHER_NODE
         place = Resource("", "v1", f"pods/{metadata['name']}/binding")
         if not pod["spec"].get("nodeName"):
             await self._kube.create(place, metadata["namespace"], binding)
@@ -237,25 +246,39 @@ class HollowNode:
                 continue
 
     async def _heartbeat(self) -> None:
-        """The node's own life, without which its pods would be taken for lost."""
-        node: dict[str, Any] = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}}
-        with contextlib.suppress(Conflict):
-            await self._kube.create(NODES, "", node)
+        """The nodes' own life, without which their pods would be taken for lost."""
+        for name in (NODE, OTHER_NODE):
+            with contextlib.suppress(Conflict):
+                await self._kube.create(NODES, "", {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}})
         while True:
-            with contextlib.suppress(KubeError):
-                node = await self._kube.get(NODES, None, NODE)
-                node["status"]["conditions"] = [
-                    {
-                        "type": "Ready",
-                        "status": "True",
-                        "reason": "Hollow",
-                        "message": "",
-                        "lastHeartbeatTime": _now(),
-                        "lastTransitionTime": _now(),
-                    }
-                ]
-                await self._kube.replace_status(NODES, "", node)
+            for name in (NODE, OTHER_NODE):
+                with contextlib.suppress(KubeError):
+                    await self._beat(name)
             await asyncio.sleep(HEARTBEAT_SECONDS)
+
+    async def _beat(self, name: str) -> None:
+        node = await self._kube.get(NODES, None, name)
+        node["status"]["conditions"] = [
+            {
+                "type": "Ready",
+                "status": "True",
+                "reason": "Hollow",
+                "message": "",
+                "lastHeartbeatTime": _now(),
+                "lastTransitionTime": _now(),
+            }
+        ]
+        await self._kube.replace_status(NODES, "", node)
+
+
+def _has_ended(container: _Container, until: str) -> bool:
+    """Whether the process of a deleted pod is gone, or its time is over. It is told to end once."""
+    if container.process is None or container.process.returncode is not None:
+        return True
+    if not container.told_to_end:
+        container.told_to_end = True
+        container.process.send_signal(signal.SIGTERM)
+    return time.time() >= datetime.fromisoformat(until).timestamp()
 
 
 async def _kill(container: _Container) -> None:

@@ -32,12 +32,13 @@ from botocore.config import Config
 from gym_kit import operator_process
 from gym_kit.bucket import SeaweedFS
 from gym_kit.cluster.local.api_only import api_server_only
-from gym_kit.hollow_node import HollowNode
+from gym_kit.hollow_node import NODE, HollowNode
 from gym_kit.ports import free_ports
 from gym_kit.progress import Progress
 from gym_operator.api import names
 from gym_operator.effects.kube import (
     CHECKPOINTS,
+    NODES,
     PODS,
     SECRETS,
     STACKS,
@@ -170,6 +171,15 @@ class OperatorRig:
 
     def delete(self, resource: Resource, name: str) -> None:
         self.run(self.kube.delete(resource, NAMESPACE, name))
+
+    def cordon(self, cordoned: bool) -> None:
+        """As kubectl cordon and uncordon do with the first node."""
+        while True:
+            body = self.run(self.kube.get(NODES, None, NODE))
+            body["spec"] = {**(body.get("spec") or {}), "unschedulable": cordoned}
+            with suppress(Conflict):
+                self.run(self.kube.replace(NODES, "", body))
+                return
 
     def checkpoint(self, name: str, stack: str, **spec: Any) -> None:
         body = {

@@ -24,12 +24,15 @@ import httpx
 
 from gym_operator.api import names
 from gym_operator.api.checkpoint import TERMINAL
+from gym_operator.api.objects import format_time, parse_time
 from gym_operator.effects.cache import Cache
 from gym_operator.effects.events import Events
 from gym_operator.effects.fleet import Fleet
 from gym_operator.effects.kube import (
     CHECKPOINTS,
     CHILDREN,
+    EVENTS,
+    NODES,
     PODS,
     SECRETS,
     STACKS,
@@ -45,6 +48,7 @@ from gym_rig.cell import COOKIES, IDENTITY, LONGEST_SECONDS, TOKEN, Rig, rig_set
 from gym_rig.fake_kube import FakeKube, Session
 from gym_rig.network import Alive
 from gym_rig.virtual import end_all, now
+from gym_servers.control.departure import Departure
 from gym_servers.http import peers
 from gym_servers.stack.spec import parse_spec
 
@@ -69,6 +73,7 @@ class Operator:
             clock,
             clock,
             cluster,
+            watches_nodes=rig.nodes_are_watched,
         )
         self.fleet = Fleet(services)
         self.beside = asyncio.create_task(self.fleet.run())
@@ -85,7 +90,7 @@ class Operator:
 
     def told(self, resource: Resource, deleted: bool, body: Body) -> None:
         """What its watches tell."""
-        if resource in WATCHED:
+        if resource in WATCHED or (resource == NODES and self.fleet._s.watches_nodes):
             self.fleet.event(resource, deleted, body)
 
 
@@ -106,6 +111,11 @@ class OperatedRig:
         self._kubelet = asyncio.create_task(self._run_pods())
         self.pods_may_start = True
         self.held_back: set[int] = set()  # cells whose pods do not come up once they are gone
+        self.absent_images: set[str] = set()  # nobody has them
+        self.broken_images: set[str] = set()  # their servers end at once
+        self.node = "node-1"  # of pods to come, where nodes are watched
+        self.nodes_are_watched = False
+        self._departures: dict[str, asyncio.Task[None] | None] = {}
 
     def _rig_of(self, index: int) -> Rig:
         """The processes of a cell. Addresses of the first cell are its servers' names."""
@@ -172,19 +182,29 @@ class OperatedRig:
             index, server, _ = self._containers.pop(name)
             self.cells[index].kill(server)
         for name in set(present) - set(wanted):
-            self.kube.remove(PODS, IDENTITY.namespace, name)
+            pod = present[name]
+            if pod["metadata"].get("deletionTimestamp"):
+                self._see_out(name, pod)
+            else:  # as the controller of StatefulSets does
+                self.leave(name, grace=pod["spec"]["terminationGracePeriodSeconds"])
         for name, stateful_set in wanted.items():
             if name not in present:
                 if int(name.rpartition("-")[2]) in self.held_back:
                     continue
                 template = stateful_set["spec"]["template"]
-                metadata = {"name": name, "labels": template["metadata"]["labels"]}
-                self.kube.put(PODS, IDENTITY.namespace, {"metadata": metadata, "spec": template["spec"]})
+                metadata = {"name": name, **template["metadata"]}
+                spec = {**template["spec"], **({"nodeName": self.node} if self.nodes_are_watched else {})}
+                self.kube.put(PODS, IDENTITY.namespace, {"metadata": metadata, "spec": spec})
             else:
                 self._see_to_process(name, present[name])
 
     def _see_to_process(self, name: str, pod: Body) -> None:
         server, index = pod["metadata"]["labels"][names.SERVER_LABEL], int(name.rpartition("-")[2])
+        if pod["metadata"].get("deletionTimestamp"):
+            self._see_out(name, pod)
+            return
+        if self._cannot_start(name, pod):
+            return
         cell, known = self._rig_of(index), self._containers.get(name)
         if known is not None and known[2].startswith(pod["metadata"]["uid"]):
             running = cell.processes_by_name[server]
@@ -199,6 +219,64 @@ class OperatedRig:
         started = cell.start(server)
         self._containers[name] = (index, server, f"{pod['metadata']['uid']}/{started.incarnation}")
         self._tell(name, cell.control_host(server), started.incarnation, {"running": {}})
+
+    def _see_out(self, name: str, pod: Body) -> None:
+        """As a kubelet does with a pod that is deleted: its process is told to end, and is ended when its time is
+        over."""
+        uid, until = pod["metadata"]["uid"], parse_time(pod["metadata"]["deletionTimestamp"])
+        found = self._containers.get(name)
+        running = self.cells[found[0]].processes_by_name[found[1]] if found is not None else None
+        if uid not in self._departures:
+            waits = Departure(running.plane, patient=True).told() if running and running.plane else None
+            self._departures[uid] = None if waits is None else asyncio.ensure_future(waits)
+        departure = self._departures[uid]
+        if departure is None or departure.done() or now() >= until:
+            self.kube.remove(PODS, IDENTITY.namespace, name)
+
+    def _cannot_start(self, name: str, pod: Body) -> bool:
+        """Whether its image keeps it from that."""
+        image = pod["spec"]["containers"][0]["image"]
+        state: Body = {"waiting": {"reason": "ImagePullBackOff", "message": f"Back-off pulling image {image}"}}
+        if image in self.broken_images:
+            state = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off restarting failed container"}}
+        elif image not in self.absent_images:
+            return False
+        status = {"phase": "Pending", "containerStatuses": [{"name": "server", "state": state}]}
+        if pod.get("status") != status:
+            self.kube.set(PODS, IDENTITY.namespace, name, status=status)
+        return True
+
+    def leave(self, *names: str, grace: float = 200.0) -> None:
+        """Delete pods as kubectl does, and an eviction."""
+        for name in names:
+            metadata = self.kube.objects[PODS, IDENTITY.namespace, name]["metadata"]
+            until = {"deletionTimestamp": format_time(now() + grace), "deletionGracePeriodSeconds": int(grace)}
+            told = {**metadata, **until}
+            self.kube.set(PODS, IDENTITY.namespace, name, metadata=told)
+
+    def cordon(self, node: str, cordoned: bool = True) -> None:
+        """Nothing new comes to a node from now on; it is in good health."""
+        status = {"conditions": [{"type": "Ready", "status": "True"}]}
+        body: Body = {"metadata": {"name": node}, "spec": {"unschedulable": cordoned}, "status": status}
+        self.kube.objects.pop((NODES, None, node), None)
+        self.kube.put(NODES, None, body)  # type: ignore[arg-type]
+
+    def images(self, cell: int | None = None) -> set[str]:
+        """What the pods run, of one cell or of all."""
+        pods = self.pods(cell)
+        return {
+            body["spec"]["containers"][0]["image"]
+            for (resource, _, name), body in self.kube.objects.items()
+            if resource == PODS and name in pods
+        }
+
+    def events(self, reason: str) -> list[str]:
+        """What was said for a reason."""
+        return [
+            str(body["message"])
+            for (resource, _, _), body in self.kube.objects.items()
+            if resource == EVENTS and body["reason"] == reason
+        ]
 
     def _tell(self, name: str, address: str, container: str, state: Body) -> None:
         status = {
@@ -339,12 +417,13 @@ def _spec(folder: Path, changes: Mapping[str, Any]) -> Body:
 
 @asynccontextmanager
 async def operated(
-    folder: Path, rows: Iterable[Mapping[str, Any]], *, rate: float = 100.0, **spec: Any
+    folder: Path, rows: Iterable[Mapping[str, Any]], *, rate: float = 100.0, nodes: bool = False, **spec: Any
 ) -> AsyncIterator[OperatedRig]:
-    """A stack with an operator at work; everything ends on the way out."""
+    """A stack with an operator at work, which may watch `nodes` or not; everything ends on the way out."""
     with mock.patch.object(peers, "time", SimpleNamespace(monotonic=now)):
         rig = OperatedRig(folder, rows, rate, spec)
         try:
+            rig.nodes_are_watched = nodes
             rig.create()
             rig.start_operator()
             yield rig

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gym_operator.api import names
-from gym_operator.rules.pod_state import by_server, node_is_lost, observe, pod_uid
+from gym_operator.rules.pod_state import by_server, is_cordoned, is_hopeless, node_is_lost, observe, pod_uid
 
 RUNNING = {"name": "server", "containerID": "containerd://1", "state": {"running": {}}}
 
@@ -49,7 +49,13 @@ def test_a_restart_in_place_is_another_process() -> None:
 @pytest.mark.parametrize(
     ("parts", "detail"),
     [
-        ({"metadata": {"deletionTimestamp": "2027-01-15T08:00:10Z"}}, "deleted"),
+        (
+            {
+                "metadata": {"deletionTimestamp": "2027-01-15T08:00:10Z"},
+                "container": {**RUNNING, "state": {"terminated": {"exitCode": 0, "reason": "Completed"}}},
+            },
+            "deleted",
+        ),
         ({"status": {"phase": "Failed", "reason": "Evicted", "message": "low on memory"}}, "Evicted: low on memory"),
         (
             {"container": {**RUNNING, "state": {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}}},
@@ -68,6 +74,7 @@ def test_a_restart_in_place_is_another_process() -> None:
         (
             {
                 "metadata": {"deletionTimestamp": "2027-01-15T08:00:10Z"},
+                "container": {**RUNNING, "state": {"terminated": {"exitCode": 0, "reason": "Completed"}}},
                 "status": {
                     "conditions": [
                         {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"},
@@ -95,6 +102,41 @@ def test_a_process_that_is_not_alive_says_why(parts: dict[str, Any], detail: str
     seen = observe(pod(container=container, **parts))
     assert not seen.alive
     assert seen.detail == detail
+
+
+@pytest.mark.parametrize(
+    ("conditions", "detail"),
+    [
+        ([], "deleted"),
+        (
+            [{"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}],
+            "deleted by EvictionByEvictionAPI",
+        ),
+    ],
+)
+def test_a_process_whose_pod_is_deleted_is_alive_until_it_ends(conditions: list[Any], detail: str) -> None:
+    parts = {"metadata": {"deletionTimestamp": "2027-01-15T08:00:10Z"}, "status": {"conditions": conditions}}
+    seen = observe(pod(**parts))
+    assert (seen.alive, seen.leaving, seen.detail) == (True, True, detail)
+    assert not observe(pod()).leaving
+    assert not observe(pod(container=None, **parts)).leaving
+
+
+@pytest.mark.parametrize(
+    ("reason", "hopeless"),
+    [("ErrImagePull", True), ("ImagePullBackOff", True), ("CrashLoopBackOff", True), ("ContainerCreating", False)],
+)
+def test_what_a_pod_was_made_from_may_keep_it_from_coming_up(reason: str, hopeless: bool) -> None:
+    container = {"name": "server", "state": {"waiting": {"reason": reason, "message": "m"}}}
+    assert is_hopeless(observe(pod(container=container, status={"phase": "Pending"}))) == hopeless
+    deleted = {"deletionTimestamp": "2027-01-15T08:00:10Z"}
+    assert not is_hopeless(observe(pod(container=container, metadata=deleted)))
+
+
+def test_a_cordoned_node_takes_nothing_new() -> None:
+    assert is_cordoned({"spec": {"unschedulable": True}})
+    assert not is_cordoned({"spec": {}})
+    assert not is_cordoned({"metadata": {"name": "gone"}})
 
 
 def test_an_end_that_nobody_confirms_is_overdue() -> None:

@@ -235,7 +235,7 @@ def test_without_checkpoints_only_pods_count() -> None:
 def test_conditions_that_no_longer_apply_are_taken_away() -> None:
     before, _ = look(seen(CellRecord(stage=Stage.RUNNING), checkpoint="one"))
     after = stack_status(before, seen(None, checkpoints_enabled=False, storage=None), NOW)
-    assert {each.type for each in after.conditions} == {"Ready", "Stalled", "Recovering"}
+    assert {each.type for each in after.conditions} == {"Ready", "Stalled", "Recovering", "UpToDate"}
 
 
 # ---- several cells ----------------------------------------------------------------------------------------

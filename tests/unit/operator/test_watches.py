@@ -12,7 +12,7 @@ from typing import Any
 import kopf
 import pytest
 
-from gym_operator.effects.kube import CHECKPOINTS, PODS, RESTORES, SCHEDULES, STACKS, Resource
+from gym_operator.effects.kube import CHECKPOINTS, NODES, PODS, RESTORES, SCHEDULES, STACKS, Resource
 from gym_operator.handlers import watching as module
 from gym_operator.handlers.watches import registry, set_up
 from gym_operator.handlers.watching import Watching
@@ -92,10 +92,12 @@ async def test_nothing_is_told_of_a_round_that_is_over(monkeypatch: pytest.Monke
 
 async def test_each_kind_has_a_handler_of_its_own() -> None:
     told = []
-    handlers = registry(lambda *event: told.append(event), None, cluster_wide=True)
+    handlers = registry(lambda *event: told.append(event), None, cluster_wide=True, nodes=True)
     for handler in handlers._watching.get_all_handlers():
         await handler.fn(event={"type": "DELETED", "object": {"of": handler.id}})
-    assert told == [(kind, True, {"of": kind.plural}) for kind in (STACKS, CHECKPOINTS, SCHEDULES, RESTORES, PODS)]
+    assert told == [
+        (kind, True, {"of": kind.plural}) for kind in (STACKS, CHECKPOINTS, SCHEDULES, RESTORES, PODS, NODES)
+    ]
 
 
 def test_the_framework_never_gives_an_api_server_up_and_never_waits_long_for_it() -> None:

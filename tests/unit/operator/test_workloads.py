@@ -17,8 +17,9 @@ from gym_operator.rules.workloads import (
     build_control_secret,
     is_foreign,
     needs_update,
+    templates,
 )
-from gym_servers.stack.settings import ServerSettings
+from gym_servers.stack.settings import AWAIT_FINAL, ServerSettings
 
 Build = Callable[[dict[str, Any]], StackContext]
 SERVERS = ["env", "policy", "agent", "counter", "collection"]
@@ -331,3 +332,70 @@ def test_names_and_labels_fit_kubernetes(context: Build, spec_document: dict[str
         assert all(len(value) <= 63 for value in child["metadata"]["labels"].values())
         if child["kind"] == "StatefulSet":
             assert len(child["metadata"]["name"]) <= 52
+
+
+# ---- replacing pods on purpose ----------------------------------------------------------------------------
+
+
+def test_a_pod_has_the_time_for_a_last_checkpoint_and_its_server_waits_for_it(
+    context: Build, spec_document: dict[str, Any]
+) -> None:
+    spec_document["checkpoints"].update(prepareTimeout="90s", commitTimeout="3m")
+    children = build_children(context(spec_document))
+    for server in SERVERS:
+        assert pod_of(children, server)["spec"]["terminationGracePeriodSeconds"] == 90 + 180 + 20
+        assert {"name": AWAIT_FINAL, "value": "true"} in container_of(children, server)["env"]
+        probe = container_of(children, server)["livenessProbe"]
+        assert probe["terminationGracePeriodSeconds"] == 10, "what is stuck is not waited for"
+
+
+def test_without_checkpoints_a_server_ends_at_once(context: Build, spec_document: dict[str, Any]) -> None:
+    spec_document["checkpoints"]["enabled"] = False
+    children = build_children(context(spec_document))
+    for server in SERVERS:
+        assert pod_of(children, server)["spec"]["terminationGracePeriodSeconds"] == 10
+        assert AWAIT_FINAL not in {each["name"] for each in container_of(children, server)["env"]}
+
+
+def changed(document: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    copied: dict[str, Any] = json.loads(json.dumps(document))
+    *parents, last = path.split(".")
+    place: Any = copied
+    for name in parents:
+        place = place[int(name)] if name.isdecimal() else place.setdefault(name, {})
+    place[last] = value
+    return copied
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "servers"),
+    [
+        ("image", "another:2", SERVERS),
+        ("serviceAccountName", "another", SERVERS),
+        ("servers.2.config", {"max_steps": 7}, ["agent"]),
+        ("servers.0.resources", {"limits": {"memory": "1Gi"}}, ["env"]),
+        ("collection.concurrency", 3, ["collection"]),
+        ("checkpoints.prepareTimeout", "90s", []),
+        ("recovery.backoffLimit", 9, []),
+        ("cells", 4, []),
+    ],
+)
+def test_pods_are_outdated_by_what_a_process_would_notice_and_by_nothing_else(
+    context: Build, spec_document: dict[str, Any], path: str, value: Any, servers: list[str]
+) -> None:
+    before = templates(context(spec_document))
+    after = templates(context(changed(spec_document, path, value)))
+    assert sorted(server for server in SERVERS if before[server] != after[server]) == sorted(servers)
+    carried = {s: pod_of(build_children(context(spec_document)), s)["metadata"]["annotations"] for s in SERVERS}
+    assert {s: annotations[names.TEMPLATE_DIGEST] for s, annotations in carried.items()} == before
+
+
+def test_evictions_are_refused_where_the_operator_moves_cells_itself(
+    context: Build, spec_document: dict[str, Any]
+) -> None:
+    assert not of_kind(build_children(context(spec_document)), "PodDisruptionBudget")
+    children = build_children(replace(context(spec_document), guarded=True))
+    (budget,) = of_kind(children, "PodDisruptionBudget").values()
+    assert budget["spec"]["maxUnavailable"] == 0
+    for server in SERVERS:
+        assert selects(budget["spec"]["selector"]["matchLabels"], pod_of(children, server)["metadata"]["labels"])

@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+from gym_operator.rules.workloads.budget import disruption_budget
 from gym_operator.rules.workloads.common import Manifest, StackContext
 from gym_operator.rules.workloads.config import config_map, control_secret
 from gym_operator.rules.workloads.drift import is_foreign, needs_update, with_digest
 from gym_operator.rules.workloads.network import network_policy
+from gym_operator.rules.workloads.pods import template_digest
 from gym_operator.rules.workloads.services import data_service, headless_service
 from gym_operator.rules.workloads.stateful_sets import stateful_set
 
@@ -19,6 +21,7 @@ __all__ = [
     "build_control_secret",
     "is_foreign",
     "needs_update",
+    "templates",
 ]
 
 
@@ -37,8 +40,14 @@ def build_children(context: StackContext, *, running: bool = True) -> tuple[Mani
         )
     ]
     sets = [stateful_set(context, participant, running=running) for participant in participants]
-    manifests = (config_map(context), network_policy(context), *services, *sets)
+    guard = (disruption_budget(context),) if context.guarded else ()
+    manifests = (config_map(context), network_policy(context), *guard, *services, *sets)
     return tuple(with_digest(manifest) for manifest in manifests)
+
+
+def templates(context: StackContext) -> dict[str, str]:
+    """Server -> what its pods carry that are as the spec wants them."""
+    return {each.name: template_digest(context, each) for each in context.spec.participants()}
 
 
 def build_control_secret(context: StackContext, control_token: str, cookie_secret: str) -> Manifest:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from typing import Any, Final
 
 from gym_operator.api import names
@@ -14,8 +16,10 @@ from gym_operator.rules.workloads.config import (
     stack_settings,
 )
 from gym_operator.rules.workloads.drift import digest
+from gym_servers.stack.durations import parse_duration
 from gym_servers.stack.render import uses_storage
-from gym_servers.stack.spec import Participant
+from gym_servers.stack.settings import AWAIT_FINAL
+from gym_servers.stack.spec import Participant, StackSpec
 from gym_servers.storage.s3_access import CA_FILE, CREDENTIALS_FOLDER
 
 USER: Final = 65532
@@ -28,7 +32,9 @@ CA_MOUNT: Final = "/etc/gym-s3-ca"
 READABLE: Final = 0o440
 """For the pod's group, which is the process's."""
 TERMINATION_GRACE_SECONDS: Final = 10
-"""Enough to close connections. A death is recovered from a checkpoint, so there is nothing to wait for."""
+"""Enough to close connections."""
+FINAL_SECONDS: Final = 20
+"""For what is around a last checkpoint: to see that the pod is to go, to publish, and to park sessions."""
 
 
 def pod_template(context: StackContext, participant: Participant) -> Manifest:
@@ -38,7 +44,7 @@ def pod_template(context: StackContext, participant: Participant) -> Manifest:
     pod: dict[str, Any] = {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "terminationGracePeriodSeconds": TERMINATION_GRACE_SECONDS,
+        "terminationGracePeriodSeconds": termination_grace(spec),
         "securityContext": {
             "runAsNonRoot": True,
             "runAsUser": USER,
@@ -54,7 +60,7 @@ def pod_template(context: StackContext, participant: Participant) -> Manifest:
         pod["serviceAccountName"] = spec.service_account_name
     if spec.image_pull_secrets:
         pod["imagePullSecrets"] = [{"name": secret.name} for secret in spec.image_pull_secrets]
-    return {
+    template: Manifest = {
         "metadata": {
             "labels": {
                 **server_labels(context, participant.name),
@@ -64,6 +70,30 @@ def pod_template(context: StackContext, participant: Participant) -> Manifest:
         },
         "spec": pod,
     }
+    template["metadata"]["annotations"][names.TEMPLATE_DIGEST] = _digest_of(template)
+    return template
+
+
+def template_digest(context: StackContext, participant: Participant) -> str:
+    """What the pods of a server carry that were made from its template as it stands."""
+    found: str = pod_template(context, participant)["metadata"]["annotations"][names.TEMPLATE_DIGEST]
+    return found
+
+
+def termination_grace(spec: StackSpec) -> int:
+    """How long a pod of this stack may take to end, in seconds: for a last checkpoint, where there are any. A process
+    that no checkpoint is taken of ends long before."""
+    checkpoints = spec.checkpoints
+    if not checkpoints.enabled:
+        return TERMINATION_GRACE_SECONDS
+    last = parse_duration(checkpoints.prepare_timeout) + parse_duration(checkpoints.commit_timeout)
+    return math.ceil(last) + FINAL_SECONDS
+
+
+def _digest_of(template: Manifest) -> str:
+    """Of all that a process would notice: how long it may take to end is nothing to replace it for."""
+    pod = {name: value for name, value in template["spec"].items() if name != "terminationGracePeriodSeconds"}
+    return digest(json.dumps({**template, "spec": pod}, sort_keys=True))
 
 
 def _container(context: StackContext, participant: Participant) -> dict[str, Any]:
@@ -92,6 +122,8 @@ def _container(context: StackContext, participant: Participant) -> dict[str, Any
             "periodSeconds": 10,
             "timeoutSeconds": 10,
             "failureThreshold": 6,
+            # No checkpoint comes of what is stuck.
+            "terminationGracePeriodSeconds": TERMINATION_GRACE_SECONDS,
         },
         "resources": resources,
         "securityContext": {
@@ -118,6 +150,8 @@ def _environment(context: StackContext, participant: Participant) -> list[dict[s
         {"name": "GYM_CONTROL_TOKEN_PREVIOUS_FILE", "value": f"{SECRETS_FOLDER}/{names.PREVIOUS_TOKEN_KEY}"},
         {"name": "GYM_COOKIE_SECRET_FILE", "value": f"{SECRETS_FOLDER}/{names.COOKIE_SECRET_KEY}"},
     ]
+    if context.spec.checkpoints.enabled:
+        environment.append({"name": AWAIT_FINAL, "value": "true"})
     found = _s3_secrets(context, participant)
     if CREDENTIALS in found:
         environment.append({"name": CREDENTIALS_FOLDER, "value": CREDENTIALS_MOUNT})

@@ -1,0 +1,135 @@
+"""Planned replacement of a cell's pods: why one is due, whose turn it is, and what to do next. Pure.
+
+A pod that somebody else ends cannot wait: its kubelet gives it the grace period and no more. Another image, other
+settings and a cordoned node can, so cells are moved one after the other, and none while another is out of service:
+what does not come up stops there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from gym_operator.rules.pod_state import PodState
+from gym_servers.coordination.record import CellRecord, Stage
+
+TRIES: Final = 4
+"""Last checkpoints of a cell that can wait: by default, rollouts that hold three up are restarted by the fourth."""
+URGENT_TRIES: Final = 1
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a cell is to get other pods, for people. `urgent`: it loses them whatever is done."""
+
+    reason: str
+    urgent: bool
+
+
+@dataclass(frozen=True)
+class Take:
+    """Take a last checkpoint that stops the cell; fresh pods continue from it."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Replace:
+    """Replace the pods now: fresh ones continue from the newest checkpoint that there is."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Discard:
+    """Delete the pods of these servers: nothing was ever begun in them."""
+
+    servers: frozenset[str]
+
+
+Move = Take | Replace | Discard | None
+
+
+@dataclass(frozen=True)
+class Situation:
+    """A cell, as far as its replacement depends on it. `free`: it is in service and nothing goes on in it; `busy`: it
+    is being put into service, or a checkpoint is being taken; `turn`: no other cell is to be waited for; `failed`:
+    how many last checkpoints did; `storage_ok`: checkpoints can be written and read, as far as is known."""
+
+    record: CellRecord | None
+    pods: Mapping[str, PodState]
+    templates: Mapping[str, str]
+    cordoned: Collection[str] = ()
+    free: bool = False
+    busy: bool = False
+    turn: bool = True
+    failed: int = 0
+    storage_ok: bool = True
+
+
+def outdated(pods: Mapping[str, PodState], templates: Mapping[str, str]) -> list[str]:
+    """Servers whose pods were not made from the templates that stand now."""
+    return sorted(
+        server
+        for server, template in templates.items()
+        if server in pods and pods[server].grace is None and pods[server].template != template
+    )
+
+
+def cause_of(situation: Situation) -> Cause | None:
+    """Why a cell that is in service is to get other pods; None where it is not."""
+    record, pods, templates = situation.record, situation.pods, situation.templates
+    pins = record.pins if record is not None else {}
+    for server in sorted(pods):
+        if pods[server].leaving and server in (pins or pods):
+            return Cause(f"{server} is being ended: its pod was {pods[server].detail}", urgent=True)
+    if templates and pins and (others := sorted(pins.keys() ^ templates.keys())):
+        return Cause(f"the spec has other servers: {', '.join(others)}", urgent=False)
+    if names := outdated(pods, templates):
+        return Cause(f"the spec has another image or other settings for {', '.join(names)}", urgent=False)
+    for server, pod in sorted(pods.items()):
+        if pod.node is not None and pod.node in situation.cordoned:
+            return Cause(f"node {pod.node} of {server} is cordoned", urgent=False)
+    return None
+
+
+def next_move(situation: Situation) -> Move:
+    """What to do about a cell's pods, beside what its controller does."""
+    record = situation.record
+    if record is None or situation.busy:
+        return None
+    old = outdated(situation.pods, situation.templates)
+    match record.stage:
+        case Stage.RUNNING:
+            return _in_service(situation)
+        case Stage.STARTING if old and not record.pins:
+            # Whatever keeps them from coming up, what the spec says now may mend it.
+            return Discard(frozenset(old))
+        case Stage.STARTING | Stage.STALLED if old and (record.held or record.stage is Stage.STALLED):
+            return Replace(f"the spec has another image or other settings for {', '.join(old)}")
+        case _:
+            return None
+
+
+def is_due(situation: Situation) -> bool:
+    """Whether a cell in service is to be replaced now, so that nothing else is to begin in it."""
+    cause = cause_of(situation)
+    running = situation.record is not None and situation.record.stage is Stage.RUNNING
+    return running and cause is not None and (cause.urgent or (situation.turn and situation.storage_ok))
+
+
+def _in_service(situation: Situation) -> Move:
+    cause = cause_of(situation)
+    if cause is None or not is_due(situation):
+        return None
+    if situation.failed >= (URGENT_TRIES if cause.urgent else TRIES):
+        return Replace(cause.reason)
+    return Take(cause.reason) if situation.free else None
+
+
+def whose_turn(in_service: Mapping[int, bool], waiting: Collection[int], begun: Iterable[int]) -> int | None:
+    """The cell that may be moved now, of those that can wait; None where another one has to be waited for."""
+    if not all(in_service.values()):
+        return None
+    return min(begun, default=min(waiting, default=None))

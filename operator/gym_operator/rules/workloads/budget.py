@@ -1,0 +1,21 @@
+"""The PodDisruptionBudget of a stack: where the operator sees that a node is drained, it moves the cells itself."""
+
+from __future__ import annotations
+
+from gym_operator.api import names
+from gym_operator.rules.workloads.common import Manifest, StackContext, child, stack_labels
+
+
+def disruption_budget(context: StackContext) -> Manifest:
+    """`<stack>-servers`: nobody evicts a server. A drain waits until its cell is elsewhere."""
+    return child(
+        context,
+        "policy/v1",
+        "PodDisruptionBudget",
+        names.disruption_budget(context.name),
+        stack_labels(context),
+        spec={
+            "maxUnavailable": 0,
+            "selector": {"matchLabels": {names.STACK_UID_LABEL: context.identity.uid}},
+        },
+    )

@@ -1,0 +1,187 @@
+"""When a cell gets other pods on purpose, and what is done about it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gym_operator.api.conditions import ConditionReason
+from gym_operator.rules.observed import CellSeen, Observed
+from gym_operator.rules.pod_state import PodState
+from gym_operator.rules.rollout_status import roll_out
+from gym_operator.rules.rollouts import (
+    TRIES,
+    Cause,
+    Discard,
+    Replace,
+    Situation,
+    Take,
+    cause_of,
+    is_due,
+    next_move,
+    outdated,
+    whose_turn,
+)
+from gym_servers.coordination.record import CellRecord, Pin, Stage
+from gym_servers.stack.spec import Participant
+
+NEW = {"env": "new", "agent": "new"}
+PINS = {name: Pin(incarnation=f"{name}/1", session="s") for name in NEW}
+
+
+def pod(server: str, **parts: Any) -> PodState:
+    known: dict[str, Any] = {
+        "uid": server,
+        "name": f"demo-{server}-0",
+        "namespace": "team",
+        "stack": "demo",
+        "stack_uid": "s",
+        "server": server,
+        "cell": 0,
+        "version": 1,
+        "created": "",
+        "incarnation": f"{server}/1",
+        "alive": True,
+        "ready": True,
+        "address": "10.0.0.1",
+        "node": "node-1",
+        "detail": "",
+        "grace": None,
+        "template": "new",
+    }
+    return PodState(**{**known, **parts})
+
+
+def pods(**changes: dict[str, Any]) -> dict[str, PodState]:
+    return {name: pod(name, **changes.get(name, {})) for name in NEW}
+
+
+OLD = {"agent": {"template": "old"}}
+LEAVING = {"env": {"leaving": True, "grace": 1.0, "detail": "deleted"}}
+
+
+def situation(stage: Stage = Stage.RUNNING, changes: Any = None, record: Any = None, **parts: Any) -> Situation:
+    known: dict[str, Any] = {"free": True, "templates": NEW}
+    found = CellRecord(stage=stage, **{"pins": PINS, **(record or {})})
+    return Situation(record=found, pods=pods(**(changes or {})), **{**known, **parts})
+
+
+def test_what_is_as_it_should_be_is_left_alone() -> None:
+    for stage in Stage:
+        assert next_move(situation(stage)) is None
+    assert cause_of(situation()) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts", "reason", "urgent"),
+    [
+        (LEAVING, {}, "env is being ended: its pod was deleted", True),
+        ({**LEAVING, **OLD}, {"turn": False}, "env is being ended: its pod was deleted", True),
+        (OLD, {}, "the spec has another image or other settings for agent", False),
+        ({"agent": {"template": None}}, {}, "the spec has another image or other settings for agent", False),
+        ({}, {"templates": {**NEW, "tools": "new"}}, "the spec has other servers: tools", False),
+        ({}, {"templates": {"env": "new"}}, "the spec has other servers: agent", False),
+        ({}, {"cordoned": {"node-1"}}, "node node-1 of agent is cordoned", False),
+    ],
+)
+def test_a_cell_that_loses_its_pods_is_stopped_by_a_last_checkpoint(
+    changes: Any, parts: Any, reason: str, urgent: bool
+) -> None:
+    found = situation(changes=changes, **parts)
+    assert cause_of(found) == Cause(reason, urgent)
+    assert next_move(found) == Take(reason)
+
+
+def test_what_is_not_known_is_no_reason() -> None:
+    """An operator that has just begun has applied nothing yet."""
+    assert cause_of(situation(changes=OLD, templates={})) is None
+    assert next_move(Situation(None, pods(), NEW)) is None
+
+
+@pytest.mark.parametrize("parts", [{"turn": False}, {"storage_ok": False}, {"free": False}])
+def test_what_can_wait_waits(parts: Any) -> None:
+    found = situation(changes=OLD, **parts)
+    assert next_move(found) is None
+    assert is_due(found) == ("free" in parts)
+
+
+@pytest.mark.parametrize(("changes", "tries"), [(LEAVING, 1), (OLD, TRIES)])
+def test_a_last_checkpoint_that_fails_is_not_tried_for_ever(changes: Any, tries: int) -> None:
+    moves = [next_move(situation(changes=changes, failed=failed)) for failed in range(tries + 1)]
+    assert [type(move) for move in moves] == [Take] * tries + [Replace]
+
+
+def test_what_goes_on_in_a_cell_is_let_end() -> None:
+    assert next_move(situation(changes=LEAVING, busy=True, free=False)) is None
+    assert next_move(situation(changes=LEAVING, free=False)) is None
+
+
+@pytest.mark.parametrize("stage", [Stage.REPLACING, Stage.STOPPED])
+def test_a_recovery_is_not_disturbed(stage: Stage) -> None:
+    assert next_move(situation(stage, OLD)) is None
+    assert not is_due(situation(stage, OLD))
+
+
+def test_pods_that_nothing_was_begun_in_are_made_anew() -> None:
+    assert next_move(situation(Stage.STARTING, OLD, {"pins": {}}, free=False)) == Discard(frozenset({"agent"}))
+    assert next_move(situation(Stage.STARTING, OLD, free=False)) is None, "they are being restored"
+    gone = {"agent": {"template": "old", "grace": 1.0}}
+    assert next_move(situation(Stage.STARTING, gone, {"pins": {}}, free=False)) is None, "it goes already"
+
+
+@pytest.mark.parametrize(("stage", "record"), [(Stage.STARTING, {"held": "other code"}), (Stage.STALLED, {})])
+def test_a_cell_that_cannot_get_further_is_tried_again_with_what_the_spec_says_now(stage: Stage, record: Any) -> None:
+    move = next_move(situation(stage, OLD, record, free=False))
+    assert move == Replace("the spec has another image or other settings for agent")
+    assert next_move(situation(stage, {}, record, free=False)) is None
+
+
+def test_the_names_of_what_is_outdated_are_sorted_and_those_of_others_left_out() -> None:
+    found = pods(agent={"template": "old"}, env={"template": "old"})
+    assert outdated({**found, "removed": pod("removed", template="old")}, NEW) == ["agent", "env"]
+
+
+@pytest.mark.parametrize(
+    ("in_service", "waiting", "begun", "turn"),
+    [
+        ({0: True, 1: True}, [1, 0], [], 0),
+        ({0: True, 1: True}, [0, 1], [1], 1),
+        ({0: False, 1: True}, [1], [], None),
+        ({0: True, 1: False}, [0], [], None),
+        ({0: True, 1: True}, [], [], None),
+    ],
+)
+def test_one_cell_at_a_time_and_none_while_another_is_out_of_service(
+    in_service: dict[int, bool], waiting: list[int], begun: list[int], turn: int | None
+) -> None:
+    assert whose_turn(in_service, waiting, begun) == turn
+
+
+# ---- what the stack says ----------------------------------------------------------------------------------
+
+
+def said(*cells: CellSeen) -> tuple[str, str, str]:
+    return roll_out(Observed(generation=1, participants=(Participant("env", "environment", "e"),), cells=cells))
+
+
+def test_the_condition_says_why_and_how_far() -> None:
+    cause = Cause("node a of env is cordoned", urgent=False)
+    assert said(CellSeen(0), CellSeen(1)) == ("True", ConditionReason.UP_TO_DATE, "")
+    assert said(CellSeen(0), CellSeen(1, cause=cause, trouble="full")) == (
+        "False",
+        ConditionReason.ROLLING_OUT,
+        "cell 1: node a of env is cordoned (its last checkpoint failed: full)",
+    )
+
+
+def test_pods_that_do_not_come_up_are_told_before_all_else() -> None:
+    stuck = {"agent": pod("agent", alive=False, ready=False, detail="ImagePullBackOff: no such image")}
+    cause = Cause("another image", urgent=False)
+    value, reason, message = said(CellSeen(0, cause=cause), CellSeen(1, pods=stuck))
+    assert (value, reason) == ("False", ConditionReason.PODS_NOT_STARTING)
+    assert message == (
+        "cell 1: agent: ImagePullBackOff: no such image; no other cell is replaced before it is in service: put the "
+        "image or the settings in the spec right"
+    )
+    assert said(CellSeen(0, pods=stuck))[2].startswith("agent: ImagePullBackOff: no such image: put the image")
