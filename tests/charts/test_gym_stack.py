@@ -131,6 +131,30 @@ def test_all_values_arrive(render: Render) -> None:
     assert (spec.access.driver_selector.match_labels, spec.access.attempt_floor) == ({"app": "trainer"}, False)
 
 
+INFERENCE = {"vllm": {"image": "vllm:1", "model": "Qwen/Qwen3-8B", "args": ["--seed=1"], "claim": "models"}}
+SERVED = [{name: part for name, part in server.items() if name != "config"} for server in SERVERS]
+
+
+def test_an_engine_s_block_arrives(render: Render) -> None:
+    spec = spec_of(render(CHART, {"servers": SERVED, "s3.bucket": "bucket", "inference": INFERENCE}))
+    assert spec.inference is not None
+    assert (spec.inference.vllm.args, spec.inference.vllm.claim) == (["--seed=1"], "models")
+
+
+def test_others_that_may_reach_the_engine_are_named(render: Render) -> None:
+    trainer = {"podSelector": {"matchLabels": {"app": "trainer"}}}
+    values = {"servers": SERVED, "s3.bucket": "bucket", "inference": INFERENCE}
+    objects = render(CHART, {**values, "networkPolicy": {"engineFrom": [trainer]}})
+    policy = objects["NetworkPolicy", "rel-engine-callers"]["spec"]
+    stack = StackContext(StackIdentity(namespace="team", name="rel", uid="u"), spec_of(objects), "gym-system")
+    (engine,) = [child for child in build_children(stack) if child["kind"] == "Deployment"]
+    labels = engine["spec"]["template"]["metadata"]["labels"]
+    assert policy["podSelector"]["matchLabels"].items() <= labels.items()
+    (rule,) = policy["ingress"]
+    (port,) = engine["spec"]["template"]["spec"]["containers"][0]["ports"]
+    assert (rule["from"], rule["ports"][0]["port"]) == ([trainer], port["name"])
+
+
 def test_credentials_are_created_named_or_left_to_a_role(render: Render) -> None:
     created = render(CHART, {**DEMO, "s3.accessKeyId": "id", "s3.secretAccessKey": "key"})
     assert created["Secret", "rel-s3"]["stringData"] == {
@@ -199,6 +223,7 @@ def test_an_upgrade_of_the_chart_does_not_replace_the_journal(render: Render) ->
         ({**DEMO, "checkpoints.cellOrder": "Any"}, "cellOrder"),
         ({**DEMO, "demo.tokensPerSecond": 0}, "tokensPerSecond"),
         ({**DEMO, "servers": [{**SERVERS[0], "replicas": 2}]}, "replicas"),
+        ({**DEMO, "inference": {"vllm": {"image": "vllm:1"}}}, "model"),
     ],
 )
 def test_refusals_say_what_to_set(

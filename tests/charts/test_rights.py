@@ -53,12 +53,17 @@ async def whole_life(rig: OperatedRig) -> None:
     rig.kube.remove(PODS, namespace, "rig-agent-0")
     await rig.until(lambda: rig.in_service(1), "recovered")
     await rig.until(rig.complete, "complete")
+    scripted = rig.spec["servers"]
+    served = [{**one, "server": "vllm", "config": {}} if one["kind"] == "model" else one for one in scripted]
+    rig.change(inference={"vllm": {"image": "vllm:1", "model": "tiny"}}, servers=served)
+    await rig.until(rig.engines, "an engine")
     for kind in (
         "Service",
         "ConfigMap",
         "NetworkPolicy",
         "PodDisruptionBudget",
         "StatefulSet",
+        "Deployment",
     ):  # as another version's children would be
         for (resource, _, name), body in list(rig.kube.objects.items()):
             if resource == CHILDREN[kind]:
@@ -69,6 +74,9 @@ async def whole_life(rig: OperatedRig) -> None:
     del rig.spec["collection"]
     rig.change()
     await rig.until(lambda: (CHILDREN["Service"], namespace, "rig-collection-0") not in rig.kube.objects, "pruned")
+    del rig.spec["inference"]
+    rig.change(servers=scripted)
+    await rig.until(lambda: not rig.engines(), "the engine is pruned")
     rig.change(suspend=True)
     await rig.until(lambda: rig.status()["phase"] == "Suspended", "suspended")
     rig.nodes_are_watched = False

@@ -31,7 +31,12 @@ STACK: dict[str, Any] = {
         "image": "registry.example/gym:1",
         "servers": [
             {"name": "env", "kind": "environment", "server": "single-agent-turn"},
-            {"name": "policy", "kind": "model", "server": "vllm", "config": {"any": {"depth": [1, 0.5]}}},
+            {
+                "name": "policy",
+                "kind": "model",
+                "server": "vllm",
+                "config": {"base_url": "http://llm:8000", "any": {"depth": [1, 0.5]}},
+            },
             {"name": "agent", "kind": "agent", "server": "simple-agent"},
             {"name": "counter", "kind": "resources", "server": "counter", "resources": {"limits": {"cpu": 1}}},
         ],
@@ -39,6 +44,24 @@ STACK: dict[str, Any] = {
         "checkpoints": {"storage": {"s3": {"bucket": "bucket", "credentialsSecret": "keys"}}},
     },
 }
+SERVED: dict[str, Any] = {
+    **STACK,
+    "spec": {
+        **STACK["spec"],
+        "inference": {
+            "vllm": {
+                "image": "vllm:1",
+                "model": "Qwen/Qwen3-8B",
+                "resources": {"limits": {"nvidia.com/gpu": 1}},
+                "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
+                "claim": "models",
+                "secret": "hub",
+                "cutAtEngine": True,
+            }
+        },
+    },
+}
+"""With an engine of its own."""
 CHECKPOINT: dict[str, Any] = {
     "apiVersion": "gymops.dev/v1alpha1",
     "kind": "GymCheckpoint",
@@ -96,7 +119,7 @@ def test_a_stack_gets_its_defaults_and_a_status_nobody_has_looked_at(kubectl: Ku
     assert stack["status"] == {"observedGeneration": -1}
     assert stack["spec"]["recovery"] == {"policy": "Restore", "backoffLimit": 5}
     assert stack["spec"]["access"] == {"attemptFloor": True}
-    assert stack["spec"]["servers"][1]["config"] == {"any": {"depth": [1, 0.5]}}
+    assert stack["spec"]["servers"][1]["config"]["any"] == {"depth": [1, 0.5]}
 
 
 def test_an_external_driver_s_access_is_accepted_as_people_write_it(kubectl: Kubectl, tmp_path: Path) -> None:
@@ -118,10 +141,13 @@ def test_an_external_driver_s_access_is_accepted_as_people_write_it(kubectl: Kub
     assert done.returncode == 0, done.stderr
 
 
-def test_its_children_are_accepted_under_the_restricted_standard(kubectl: Kubectl) -> None:
+@pytest.mark.parametrize("body", [STACK, SERVED], ids=["servers alone", "with an engine"])
+def test_its_children_are_accepted_under_the_restricted_standard(kubectl: Kubectl, body: dict[str, Any]) -> None:
     label = "pod-security.kubernetes.io/warn=restricted"
     assert kubectl("label", "namespace", "default", "--overwrite", label).returncode == 0
-    stack = GymStack.parse(json.loads(create(kubectl, STACK).stdout))
+    created = create(kubectl, body)
+    assert created.returncode == 0, created.stderr
+    stack = GymStack.parse(json.loads(created.stdout))
     context = StackContext(stack.identity, stack.spec, "gym-system")
     children = [*build_children(context), build_control_secret(context, "token", "cookie")]
     done = create(kubectl, {"apiVersion": "v1", "kind": "List", "items": children}, output="name")
@@ -172,6 +198,35 @@ REFUSALS: list[tuple[Change, str]] = [
 @pytest.mark.parametrize(("change", "says"), REFUSALS, ids=[says for _, says in REFUSALS])
 def test_refusals_say_what_to_write(kubectl: Kubectl, change: Change, says: str) -> None:
     body = copy.deepcopy(STACK)
+    change(body)
+    done = create(kubectl, body)
+    assert done.returncode != 0
+    assert says in done.stderr
+
+
+def vllm(body: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = body["spec"]["inference"]["vllm"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda b: b["spec"]["servers"][1].update(server="scripted"), "is for a model server with server: vllm"),
+        (lambda b: b["spec"]["servers"][3].update(name="vllm"), "the name vllm belongs to the engine"),
+        (lambda b: vllm(b).update(args=["--port=9"]), "leave --host, --port"),
+        (lambda b: vllm(b).update(args=["--api_server_count", "2"]), "leave --host, --port"),
+        (lambda b: vllm(b).update(model="--trust"), "write a model's name"),
+        (lambda b: vllm(b).update(replicas=2), "cutAtEngine needs replicas: 1"),
+        (lambda b: vllm(b).pop("image"), "image: Required value"),
+        (
+            lambda b: (b["spec"].pop("collection"), b["spec"].update(checkpoints={"enabled": False})),
+            "cutAtEngine is for checkpoints",
+        ),
+    ],
+)
+def test_refusals_of_an_engine_say_what_to_write(kubectl: Kubectl, change: Change, says: str) -> None:
+    body = copy.deepcopy(SERVED)
     change(body)
     done = create(kubectl, body)
     assert done.returncode != 0

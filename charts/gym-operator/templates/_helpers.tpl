@@ -73,9 +73,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 - apiGroups: [""]
   resources: [pods]
   verbs: [list, watch, delete]
-# A server taken out of a stack loses its workload and its services.
+# A server or an engine taken out of a stack loses its workload, its services and its policy.
 - apiGroups: [apps]
-  resources: [statefulsets]
+  resources: [statefulsets, deployments]
   verbs: [get, list, create, update, delete]
 - apiGroups: [""]
   resources: [services]
@@ -85,7 +85,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
   verbs: [get, create, update]
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]
-  verbs: [get, create, update]
+  verbs: [get, list, create, update, delete]
 # While the operator sees that nodes are drained it moves cells itself, and keeps others from evicting their pods.
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]

@@ -27,6 +27,7 @@ class ConditionType(StrEnum):
     SUCCEEDED = "Succeeded"
     STALLED = "Stalled"
     UP_TO_DATE = "UpToDate"
+    ENGINE_READY = "EngineReady"
 
 
 class ConditionReason(StrEnum):
@@ -51,6 +52,9 @@ class ConditionReason(StrEnum):
     PODS_NOT_STARTING = "PodsNotStarting"
     BACKOFF_LIMIT_EXCEEDED = "BackoffLimitExceeded"
     CONTROL_SECRET_INVALID = "ControlSecretInvalid"
+    # Its engine
+    ENGINE_SERVES = "EngineServes"
+    ENGINE_NOT_READY = "EngineNotReady"
     # Its storage: these, and one for each gym_servers.storage.store.StorageProblem.
     STORAGE_UNPROVED = "StorageUnproved"
     STORAGE_REACHABLE = "StorageReachable"

@@ -10,6 +10,7 @@ from typing import Final
 
 from gym_servers.stack.settings import CONTROL_PORT as CONTROL_PORT
 from gym_servers.stack.settings import DATA_PORT as DATA_PORT
+from gym_servers.stack.spec import ENGINE as ENGINE
 
 GROUP: Final = "gymops.dev"
 VERSION: Final = "v1alpha1"
@@ -39,6 +40,8 @@ INSTANCE_LABEL: Final = "app.kubernetes.io/instance"
 
 OPERATOR_NAME: Final = "gym-operator"
 SERVER_NAME: Final = "gym-server"
+ENGINE_NAME: Final = "gym-engine"
+ENGINE_COMPONENT: Final = "engine"
 
 APPLIED_DIGEST: Final = f"{GROUP}/applied-digest"
 """Annotation: digest of the manifest that the operator applied last."""
@@ -59,6 +62,9 @@ DATA_FINALIZER: Final = f"{GROUP}/checkpoint-data"
 
 DATA_PORT_NAME: Final = "data"
 CONTROL_PORT_NAME: Final = "control"
+ENGINE_PORT: Final = 8000
+ENGINE_PORT_NAME: Final = "engine"
+"""Not `data`: the servers' policy would let all of the stack's pods reach it."""
 HEALTH_PORT: Final = 8080
 """Where the operator answers /healthz."""
 
@@ -103,6 +109,11 @@ def network_policy(stack: str) -> str:
 def disruption_budget(stack: str) -> str:
     """The PodDisruptionBudget of the stack's pods."""
     return f"{stack}-servers"
+
+
+def engine(stack: str) -> str:
+    """The Deployment of the stack's engine, its Service and its NetworkPolicy."""
+    return f"{stack}-{ENGINE}"
 
 
 def scheduled_checkpoint(schedule: str, time: str) -> str:

@@ -11,8 +11,9 @@ from pydantic_core import PydanticCustomError
 from gym_operator.api.checkpoint import SHA256_HINT, SHA256_PATTERN, StackRef
 from gym_operator.api.conditions import Condition
 from gym_operator.api.objects import Count, Digest, Message, Name, ObjectMeta, Reason, StatusModel, Timestamp, Uri
+from gym_servers.stack.parts import ObjectName
 from gym_servers.stack.settings import describe
-from gym_servers.stack.spec import ObjectName, SpecError, StorageUri
+from gym_servers.stack.spec import SpecError, StorageUri
 from gym_servers.stack.wire import WireModel, list_map, matches, rule, with_rules
 
 RestorePhase = Literal["Pending", "Restoring", "Succeeded", "Failed"]

@@ -166,7 +166,7 @@ class StackStatus(StatusModel):
     cells: Annotated[tuple[CellStatus, ...], Field(max_length=MAX_CELLS, json_schema_extra=list_map("index"))] = ()
     """The cells."""
     conditions: Annotated[tuple[Condition, ...], Field(max_length=8, json_schema_extra=list_map("type"))] = ()
-    """Ready, Recovering, Checkpointing, StorageReady, UpToDate and Stalled."""
+    """Ready, Recovering, Checkpointing, StorageReady, EngineReady, UpToDate and Stalled."""
 
 
 class GymStack(StatusModel):

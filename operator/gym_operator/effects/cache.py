@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
+from gym_operator.api.names import ENGINE
 from gym_operator.effects.kube import Listing
 from gym_operator.effects.transport import PodTransport
 from gym_operator.rules.checkpoint_entries import Entry, entry_of
-from gym_operator.rules.pod_state import PodState, by_server, is_cordoned, observe
+from gym_operator.rules.pod_state import NO_CELL, PodState, by_server, is_cordoned, observe
 
 REMEMBERED: Final = 1000
 """Finished checkpoints whose end this operator wrote: their last events are on the way."""
@@ -169,6 +170,11 @@ class Cache:
     def has_pods(self, stack_uid: str) -> bool:
         """Whether there is any pod of a stack."""
         return bool(self._pods.get(stack_uid))
+
+    def engines_of(self, stack_uid: str) -> list[PodState]:
+        """The pods of a stack's engine."""
+        pods = self._pods.get(stack_uid, {}).values()
+        return [pod for pod in pods if (pod.cell, pod.server) == (NO_CELL, ENGINE)]
 
     def nodes_of(self, stack_uid: str) -> set[str]:
         """The nodes that a stack's pods are on."""

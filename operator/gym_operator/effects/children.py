@@ -22,8 +22,8 @@ from gym_operator.rules.workloads import (
     needs_update,
 )
 
-LISTED: Final = ("StatefulSet", "Service")
-"""Kinds of which each server has some; one that is taken out of the spec leaves them behind."""
+LISTED: Final = ("StatefulSet", "Service", "Deployment", "NetworkPolicy")
+"""Kinds of which each server, or an engine, has some; what is taken out of the spec leaves them behind."""
 
 
 FORBIDDEN: Final = 403

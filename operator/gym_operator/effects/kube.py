@@ -97,6 +97,7 @@ EVENTS: Final = Resource("", "v1", "events")
 CHILDREN: Final[Mapping[str, Resource]] = {
     "ConfigMap": Resource("", "v1", "configmaps"),
     "PodDisruptionBudget": Resource("policy", "v1", "poddisruptionbudgets"),
+    "Deployment": Resource("apps", "v1", "deployments"),
     "NetworkPolicy": Resource("networking.k8s.io", "v1", "networkpolicies"),
     "Secret": SECRETS,
     "Service": Resource("", "v1", "services"),

@@ -42,6 +42,13 @@ class StackPods:
 
         return {server: known(pod) for server, pod in self._cache.pods_of(self._subject.uid, cell).items()}
 
+    def engines(self) -> list[PodState]:
+        """The pods of the stack's engine."""
+        return [
+            replace(pod, alive=False, ready=False, detail=f"node {pod.node} is lost") if self.is_lost(pod) else pod
+            for pod in self._cache.engines_of(self._subject.uid)
+        ]
+
     def is_lost(self, pod: PodState) -> bool:
         return pod.node in self._lost_nodes
 

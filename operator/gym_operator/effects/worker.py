@@ -33,7 +33,7 @@ from gym_operator.effects.storage import StackStorage
 from gym_operator.rules.cell_record import how_to_go_on, stopped_by
 from gym_operator.rules.checkpoint_phases import Origin
 from gym_operator.rules.checkpoint_queue import Obstacle, Situation
-from gym_operator.rules.observed import CellSeen, Observed
+from gym_operator.rules.observed import CellSeen, Engine, Observed
 from gym_operator.rules.rest import at_rest, storage_told, was_at_rest
 from gym_operator.rules.rollouts import whose_turn
 from gym_operator.rules.spec_check import Problem, check_stack
@@ -440,9 +440,17 @@ class StackWorker:
             checkpoints_enabled=enabled,
             storage=storage if enabled else None,
             checkpoint=self._checkpoints.active,
+            engine=self._engine(stack),
             last_checkpoint=self._checkpoints.last,
             last_of=self._checkpoints.last_of,
         )
+
+    def _engine(self, stack: GymStack) -> Engine | None:
+        """The engine of its inference block, as its pods say."""
+        if stack.spec.inference is None:
+            return None
+        running = self._ensured is None or self._ensured.running
+        return Engine(stack.spec.inference.vllm.replicas if running else 0, self._pods.engines())
 
     def _side(self, stack: GymStack, problem: Problem | None, cell: CellWorker) -> Side:
         """A cell's side of the queue of checkpoints."""

@@ -26,6 +26,14 @@ class Storage:
 
 
 @dataclass(frozen=True)
+class Engine:
+    """The engine of the inference block: how many there are to be, and the pods that there are."""
+
+    wanted: int
+    pods: Sequence[PodState] = ()
+
+
+@dataclass(frozen=True)
 class CellSeen:
     """One cell, as it was seen last. `waits` is what its controller waits for; `stopping`: the spec does not have it
     any more; `continuation` is what its controller knows of its last recovery; `cause`: why its pods are to be
@@ -45,8 +53,8 @@ class CellSeen:
 @dataclass(frozen=True)
 class Observed:
     """All that a stack's status says. `cells` is empty where the spec was never readable; `waits` is what the stack
-    as a whole waits for. `last_checkpoint` is the newest of all cells, `last_of` the newest of each, as far as they
-    were published since the operator began."""
+    as a whole waits for. `engine` is None without an inference block. `last_checkpoint` is the newest of all cells,
+    `last_of` the newest of each, as far as they were published since the operator began."""
 
     generation: int
     participants: Sequence[Participant]
@@ -57,6 +65,7 @@ class Observed:
     checkpoints_enabled: bool = True
     storage: Storage | None = None
     checkpoint: str | None = None
+    engine: Engine | None = None
     last_checkpoint: LastCheckpoint | None = None
     last_of: Mapping[int, LastCheckpoint] = field(default_factory=dict)
 

@@ -16,6 +16,9 @@ from gym_operator.rules.workloads.pods import CONTAINER
 OVERDUE_SECONDS: Final = 20.0
 """A pod that is still there so long after its deletion was due is on a node that does not answer."""
 
+NO_CELL: Final = -1
+"""The cell of a pod that belongs to none, such as an engine."""
+
 
 @dataclass(frozen=True)
 class PodState:
@@ -67,7 +70,7 @@ def observe(pod: Mapping[str, Any]) -> PodState:
         stack=labels.get(names.STACK_LABEL, ""),
         stack_uid=labels.get(names.STACK_UID_LABEL, ""),
         server=labels.get(names.SERVER_LABEL, ""),
-        cell=_ordinal(metadata["name"]),
+        cell=NO_CELL if labels.get(names.COMPONENT_LABEL) == names.ENGINE_COMPONENT else _ordinal(metadata["name"]),
         version=int(metadata.get("resourceVersion") or 0),
         created=metadata.get("creationTimestamp") or "",
         incarnation=f"{metadata['uid']}/{container_id}" if container_id else None,
@@ -126,9 +129,9 @@ def pod_uid(incarnation: str) -> str:
 
 
 def _ordinal(name: str) -> int:
-    """The number that its StatefulSet has put behind the pod's name: the cell; -1 for a pod that has none."""
+    """The number that its StatefulSet has put behind the pod's name: the cell."""
     number = name.rpartition("-")[2]
-    return int(number) if number.isdecimal() else -1
+    return int(number) if number.isdecimal() else NO_CELL
 
 
 def _container(status: Mapping[str, Any]) -> Mapping[str, Any]:

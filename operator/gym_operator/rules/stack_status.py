@@ -14,14 +14,13 @@ from gym_operator.rules.cell_record import stopped_by
 from gym_operator.rules.cell_status import Verdict
 from gym_operator.rules.conditions import put
 from gym_operator.rules.continuations import restored_of
+from gym_operator.rules.engine_state import Told, engine_told, with_engine
 from gym_operator.rules.observed import CellSeen, Observed
 from gym_operator.rules.rollout_status import roll_out
 from gym_servers.coordination.record import Recovery
 
 _URGENCY: Final[Mapping[StackPhase, int]] = {"Failed": 0, "Recovering": 1, "Pending": 2, "Starting": 3, "Running": 4}
 """Which of several cells that are not ready speaks for the stack: the one that needs people first."""
-
-Told = tuple[ConditionStatus, str, str]
 
 
 def stack_status(before: StackStatus, seen: Observed, now: float) -> StackStatus:
@@ -34,7 +33,8 @@ def stack_status(before: StackStatus, seen: Observed, now: float) -> StackStatus
         verdict = verdicts[cell.index] = cells.cell_verdict(known.get(cell.index), cell, seen)
         parts[cell.index] = cells.cell_status(known.get(cell.index), cell, verdict, seen)
     staying = [cell for cell in seen.cells if not cell.stopping]
-    verdict = cells.common_verdict(seen) or _summary([verdicts[cell.index] for cell in staying], staying)
+    summary = _summary([verdicts[cell.index] for cell in staying], staying)
+    verdict = cells.common_verdict(seen) or with_engine(summary, seen.engine)
     conditions = before.conditions
     for type, (value, reason, message) in _conditions(seen, verdict, verdicts).items():
         conditions = put(conditions, type, value, reason, message, seen.generation, now)
@@ -153,6 +153,8 @@ def _conditions(seen: Observed, verdict: Verdict, verdicts: Mapping[int, Verdict
     if seen.storage is not None:
         value: ConditionStatus = "Unknown" if seen.storage.ok is None else "True" if seen.storage.ok else "False"
         found[ConditionType.STORAGE_READY] = (value, seen.storage.reason, seen.storage.message)
+    if seen.engine is not None:
+        found[ConditionType.ENGINE_READY] = engine_told(seen.engine)
     return found
 
 
@@ -182,4 +184,6 @@ def _in_use(conditions: Sequence[Condition], seen: Observed) -> tuple[Condition,
         gone.add(ConditionType.CHECKPOINTING)
     if seen.storage is None:
         gone.add(ConditionType.STORAGE_READY)
+    if seen.engine is None:
+        gone.add(ConditionType.ENGINE_READY)
     return tuple(each for each in conditions if each.type not in gone)

@@ -55,6 +55,10 @@ def local_stack(manifest: dict[str, Any], folder: Path) -> LocalStack:
         raise SettingsError(
             f"the local runner runs one cell, not {spec.cells}: set cells: 1, or create the stack in a cluster"
         )
+    if spec.inference is not None:
+        raise SettingsError(
+            "the local runner starts no engine: leave spec.inference out, and set config.base_url of the model server"
+        )
     if not spec.checkpoints.enabled or spec.checkpoints.storage is None:
         raise SettingsError("the local runner coordinates by checkpoints: set checkpoints.storage.directory")
     folder.mkdir(parents=True, exist_ok=True)

@@ -42,13 +42,14 @@ def render_settings(
     ports_of: Callable[[str], Ports] = lambda name: Ports(),
     image: str = "",
     cells_file: str | None = None,
+    engine: str = "",
 ) -> dict[str, dict[str, Any]]:
     """The settings of every process of one cell, by server name, as plain JSON.
 
     `address_of` gives the data URL of a server; it may contain `{cell}`, which each process replaces with its
-    own cell. `cells_file` is where its driver reads how many there are: they may change while it runs. Values that
-    equal the default are left out, so that a new setting in a later version does not look like a change to stacks
-    that do not use it.
+    own cell. `cells_file` is where its driver reads how many there are: they may change while it runs. `engine` is
+    the address of the inference block's. Values that equal the default are left out, so that a new setting in a later
+    version does not look like a change to stacks that do not use it.
     """
     participants = spec.participants()
     # Nobody calls the driver, so it is nobody's peer.
@@ -59,7 +60,7 @@ def render_settings(
             name=participant.name,
             kind=participant.kind,
             server=participant.server,
-            config=dict(participant.config),
+            config={**_engine_config(participant, spec, engine), **participant.config},
             peers={name: peer for name, peer in peers.items() if name != participant.name},
             host=host,
             data_port=ports_of(participant.name).data,
@@ -75,6 +76,20 @@ def render_settings(
         ).model_dump(mode="json", exclude_defaults=True)
         for participant in participants
     }
+
+
+def uses_engine(participant: Participant, spec: StackSpec) -> bool:
+    """Whether this process is the model server of the inference block."""
+    return spec.inference is not None and (participant.kind, participant.server) == ("model", "vllm")
+
+
+def _engine_config(participant: Participant, spec: StackSpec, address: str) -> dict[str, Any]:
+    """What the model server's config need not say of the inference block's engine."""
+    if spec.inference is None or not uses_engine(participant, spec):
+        return {}
+    vllm = spec.inference.vllm
+    found: dict[str, Any] = {"base_url": address, "model": vllm.model}
+    return {**found, "cut_at_engine": True, "weight_versions": True} if vllm.cut_at_engine else found
 
 
 def uses_storage(participant: Participant, spec: StackSpec) -> bool:

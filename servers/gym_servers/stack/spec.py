@@ -12,10 +12,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, StringConstraints, ValidationError, WithJsonSchema, model_validator
+from pydantic import Field, StringConstraints, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from gym_servers.stack.durations import Duration
+from gym_servers.stack.inference import InferenceSpec
+from gym_servers.stack.parts import ContainerResources, ObjectName
 from gym_servers.stack.settings import ParticipantKind, describe
 from gym_servers.stack.wire import (
     CLUSTER_REQUIRED,
@@ -31,6 +33,8 @@ from gym_servers.stack.wire import (
 )
 
 COLLECTION = "collection"
+ENGINE = "vllm"
+"""What the engine of the inference block is called, after the stack's name."""
 MAX_CELLS = 64
 MAX_WORKLOAD_NAME = 52
 """Longest `<stack>-<server>`: a StatefulSet puts its name and a hash into a label of 63 characters."""
@@ -47,6 +51,15 @@ _RESOURCES = "at least one server of kind resources is needed, such as name: cou
 _RESERVED = "the name collection belongs to the driver that the collection block adds: choose another name"
 _CELL_LIKE = "a server's name cannot end in a dash and a number, which is how cells are told apart"
 _NEEDS_STORAGE = "checkpoints need a place: set storage.s3.bucket, or turn them off with enabled: false"
+_CUTS_NEED_CHECKPOINTS = (
+    "inference.vllm.cutAtEngine is for checkpoints: leave it out, or set checkpoints.enabled to true"
+)
+_ENGINE_NAME = f"with inference, the name {ENGINE} belongs to the engine: choose another for the server"
+_ENGINE_UNUSED = "inference.vllm is for a model server with server: vllm: change the server, or leave inference out"
+_NO_ENGINE = (
+    "where is the engine? Set inference.vllm, and the operator runs one, or config.base_url of server {name}, such "
+    "as http://vllm:8000"
+)
 _URI_STORAGE = "s3:// URIs of the collection need checkpoints.storage.s3, which says how to reach S3"
 _OUTPUT_S3 = "output must be an s3:// URI: what a pod writes to its own disk dies with the pod"
 _CA_SECRET = "caSecret is for an endpoint of your own: set endpoint to an address that begins with https://"
@@ -72,21 +85,6 @@ NAME_RULES = [
 ]
 """Rules over a stack's name and spec together, for the root of the CRD; `check_stack_name` is their twin."""
 
-Quantity = Annotated[
-    str | int,
-    WithJsonSchema(
-        {
-            "anyOf": [{"type": "integer"}, {"type": "string"}],
-            "x-kubernetes-int-or-string": True,
-            "pattern": r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?$",
-        }
-    ),
-]
-ObjectName = Annotated[
-    str,
-    StringConstraints(max_length=253),
-    matches(r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", "use lower-case letters, digits, dashes and dots"),
-]
 StorageUri = Annotated[
     str,
     StringConstraints(max_length=1024),
@@ -96,15 +94,6 @@ StorageUri = Annotated[
 
 class SpecError(ValueError):
     """A stack's manifest cannot be used; the message names every wrong field and says what to write."""
-
-
-class ContainerResources(WireModel):
-    """Compute resources of a container, as in any pod. The local runner ignores them."""
-
-    requests: Annotated[dict[str, Quantity], Field(max_length=16)] | None = None
-    """What the scheduler sets aside, such as cpu, memory or nvidia.com/gpu."""
-    limits: Annotated[dict[str, Quantity], Field(max_length=16)] | None = None
-    """What the container may use at most."""
 
 
 class ServerSpec(WireModel):
@@ -341,6 +330,14 @@ class StackSpec(WireModel):
         rule("self.servers.exists(s, s.kind == 'resources')", _RESOURCES),
         # The output of a collection is always on S3 there, so the place must be known.
         rule("!has(self.collection) || has(self.checkpoints.storage)", _URI_STORAGE),
+        rule(f"!has(self.inference) || !self.servers.exists(s, s.name == '{ENGINE}')", _ENGINE_NAME),
+        rule(
+            "!has(self.inference) || self.servers.exists(s, s.kind == 'model' && s.server == 'vllm')", _ENGINE_UNUSED
+        ),
+        rule(
+            "!has(self.inference) || !self.inference.vllm.cutAtEngine || self.checkpoints.enabled",
+            _CUTS_NEED_CHECKPOINTS,
+        ),
     )
 
     image: Annotated[
@@ -359,6 +356,9 @@ class StackSpec(WireModel):
     """Independent copies of all servers. Each is checkpointed, fails and recovers on its own."""
     servers: Annotated[list[ServerSpec], Field(min_length=1, max_length=16, json_schema_extra=list_map("name"))]
     """The servers: one environment, one model, one agent, and one or more of kind resources."""
+    inference: InferenceSpec | None = None
+    """An engine for the model server, run beside the servers. Without it the engine is somebody else's, and the model
+    server's config says where it is."""
     collection: CollectionSpec | None = None
     """A driver inside the stack. Without it somebody else sends the rollouts."""
     checkpoints: CheckpointsSpec
@@ -386,9 +386,23 @@ class StackSpec(WireModel):
             yield _RESOURCES
         names = Counter(server.name for server in self.servers)
         yield from (f"two servers are named {name}" for name, count in names.items() if count > 1)
+        yield from self._inference_problems()
         uris = (self.collection.tasks, self.collection.output) if self.collection else ()
         if self.s3 is None and any(uri.startswith("s3://") for uri in uris):
             yield _URI_STORAGE
+
+    def _inference_problems(self) -> Iterator[str]:
+        served = [server for server in self.servers if server.kind == "model" and server.server == "vllm"]
+        if self.inference is None:
+            # Not in the CRD: a server's config is its own, and rules cannot look into it.
+            yield from (_NO_ENGINE.format(name=s.name) for s in served if not s.config.get("base_url"))
+            return
+        if not served:
+            yield _ENGINE_UNUSED
+        if any(server.name == ENGINE for server in self.servers):
+            yield _ENGINE_NAME
+        if self.inference.vllm.cut_at_engine and not self.checkpoints.enabled:
+            yield _CUTS_NEED_CHECKPOINTS
 
     @property
     def s3(self) -> S3Spec | None:

@@ -6,7 +6,8 @@
         await rig.until(lambda: rig.final("one"))
         rig.kill_operator(); rig.start_operator()
 
-A kubelet of a few lines keeps a pod for every StatefulSet, and a process of `gym_rig.cell` in every pod.
+A kubelet of a few lines keeps a pod for every StatefulSet, and a process of `gym_rig.cell` in every pod. Pods of a
+Deployment, which is an engine's, have no process: `engines_ready` says how they are.
 """
 
 from __future__ import annotations
@@ -110,6 +111,7 @@ class OperatedRig:
         self._containers: dict[str, tuple[int, str, str]] = {}
         self._kubelet = asyncio.create_task(self._run_pods())
         self.pods_may_start = True
+        self.engines_ready = True
         self.held_back: set[int] = set()  # cells whose pods do not come up once they are gone
         self.absent_images: set[str] = set()  # nobody has them
         self.broken_images: set[str] = set()  # their servers end at once
@@ -161,6 +163,14 @@ class OperatedRig:
             if resource == PODS and (cell is None or name.endswith(f"-{cell}"))
         }
 
+    def engines(self) -> dict[str, str]:
+        """The UIDs of the engine's pods by name."""
+        return {
+            name: body["metadata"]["uid"]
+            for (resource, _, name), body in self.kube.objects.items()
+            if resource == PODS and _is_engine(body)
+        }
+
     async def _run_pods(self) -> None:
         while True:
             self._see_to_pods()
@@ -177,7 +187,9 @@ class OperatedRig:
             if resource == CHILDREN["StatefulSet"] and self.pods_may_start
             for index in range(body["spec"]["replicas"])
         }
-        present = {name: body for (resource, _, name), body in self.kube.objects.items() if resource == PODS}
+        pods = {name: body for (resource, _, name), body in self.kube.objects.items() if resource == PODS}
+        self._see_to_engines({name: body for name, body in pods.items() if _is_engine(body)})
+        present = {name: body for name, body in pods.items() if not _is_engine(body)}
         for name in set(self._containers) - set(present):
             index, server, _ = self._containers.pop(name)
             self.cells[index].kill(server)
@@ -197,6 +209,28 @@ class OperatedRig:
                 self.kube.put(PODS, IDENTITY.namespace, {"metadata": metadata, "spec": spec})
             else:
                 self._see_to_process(name, present[name])
+
+    def _see_to_engines(self, present: Mapping[str, Body]) -> None:
+        wanted = {
+            f"{body['metadata']['name']}-7d9f-{index:05}": body
+            for (resource, _, _), body in self.kube.objects.items()
+            if resource == CHILDREN["Deployment"]
+            for index in range(body["spec"]["replicas"])
+        }
+        for name in set(present) - set(wanted):
+            self.kube.remove(PODS, IDENTITY.namespace, name)
+        for name, deployment in wanted.items():
+            template = deployment["spec"]["template"]
+            if name not in present:
+                metadata = {"name": name, "labels": template["metadata"]["labels"]}
+                self.kube.put(PODS, IDENTITY.namespace, {"metadata": metadata, "spec": template["spec"]})
+            status = {
+                "phase": "Running",
+                "containerStatuses": [{"name": "server", "containerID": name, "state": {"running": {}}}],
+                "conditions": [{"type": "Ready", "status": "True" if self.engines_ready else "False"}],
+            }
+            if self.kube.objects[PODS, IDENTITY.namespace, name].get("status") != status:
+                self.kube.set(PODS, IDENTITY.namespace, name, status=status)
 
     def _see_to_process(self, name: str, pod: Body) -> None:
         server, index = pod["metadata"]["labels"][names.SERVER_LABEL], int(name.rpartition("-")[2])
@@ -395,6 +429,10 @@ class OperatedRig:
         for cell in self.cells.values():
             cell.kill()
         await end_all()
+
+
+def _is_engine(pod: Body) -> bool:
+    return bool(pod["metadata"]["labels"].get(names.COMPONENT_LABEL) == names.ENGINE_COMPONENT)
 
 
 def _spec(folder: Path, changes: Mapping[str, Any]) -> Body:

@@ -9,6 +9,7 @@ from gym_operator.rules.workloads.budget import disruption_budget
 from gym_operator.rules.workloads.common import Manifest, StackContext
 from gym_operator.rules.workloads.config import config_map, control_secret
 from gym_operator.rules.workloads.drift import is_foreign, needs_update, with_digest
+from gym_operator.rules.workloads.engine import engine_children
 from gym_operator.rules.workloads.network import network_policy
 from gym_operator.rules.workloads.pods import template_digest
 from gym_operator.rules.workloads.services import data_service, headless_service
@@ -28,7 +29,7 @@ __all__ = [
 def build_children(context: StackContext, *, running: bool = True) -> tuple[Manifest, ...]:
     """Every child but the Secret, in the order to apply them: what pods need comes before the pods.
 
-    Without `running` the StatefulSets keep no pods.
+    Without `running` there are no pods.
     """
     participants = context.spec.participants()
     services = [
@@ -40,8 +41,9 @@ def build_children(context: StackContext, *, running: bool = True) -> tuple[Mani
         )
     ]
     sets = [stateful_set(context, participant, running=running) for participant in participants]
+    engine = engine_children(context, running=running)
     guard = (disruption_budget(context),) if context.guarded else ()
-    manifests = (config_map(context), network_policy(context), *guard, *services, *sets)
+    manifests = (config_map(context), network_policy(context), *guard, *services, *engine, *sets)
     return tuple(with_digest(manifest) for manifest in manifests)
 
 

@@ -28,6 +28,7 @@ def stack_settings(context: StackContext) -> dict[str, dict[str, Any]]:
         lambda server: f"http://{names.data_service(context.name, server, '{cell}')}:{names.DATA_PORT}",
         image=context.spec.image or "",
         cells_file=f"{SETTINGS_FOLDER}/{CELLS_FILE}",
+        engine=f"http://{names.engine(context.name)}:{names.ENGINE_PORT}",
     )
 
 

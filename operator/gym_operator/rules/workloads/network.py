@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from gym_operator.api import names
 from gym_operator.rules.workloads.common import Manifest, StackContext, child, stack_labels
 
@@ -15,7 +17,12 @@ def network_policy(context: StackContext) -> Manifest:
         "namespaceSelector": {"matchLabels": {NAMESPACE_NAME_LABEL: context.operator_namespace}},
         "podSelector": {"matchLabels": {names.NAME_LABEL: names.OPERATOR_NAME}},
     }
-    callers = [{"podSelector": {"matchLabels": {names.STACK_LABEL: context.name}}}]
+    servers: dict[str, Any] = {"matchLabels": {names.STACK_LABEL: context.name}}
+    if context.spec.inference is not None:
+        # An engine is called and calls nobody.
+        engine = {"key": names.COMPONENT_LABEL, "operator": "NotIn", "values": [names.ENGINE_COMPONENT]}
+        servers["matchExpressions"] = [engine]
+    callers: list[dict[str, Any]] = [{"podSelector": servers}]
     driver = context.spec.access.driver_selector
     if driver is not None:
         callers.append({"podSelector": driver.document()})

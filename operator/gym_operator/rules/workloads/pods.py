@@ -16,25 +16,46 @@ from gym_operator.rules.workloads.config import (
     stack_settings,
 )
 from gym_operator.rules.workloads.drift import digest
+from gym_operator.rules.workloads.models import (
+    models_environment,
+    models_mounts,
+    models_secrets,
+    models_volumes,
+)
+from gym_operator.rules.workloads.s3_files import READABLE, s3_environment, s3_mounts, s3_volumes
 from gym_servers.stack.durations import parse_duration
-from gym_servers.stack.render import uses_storage
+from gym_servers.stack.render import uses_engine, uses_storage
 from gym_servers.stack.settings import AWAIT_FINAL
 from gym_servers.stack.spec import Participant, StackSpec
-from gym_servers.storage.s3_access import CA_FILE, CREDENTIALS_FOLDER
 
 USER: Final = 65532
 CONTAINER: Final = "server"
 SECRETS_FOLDER: Final = "/etc/gym-secrets"
-CREDENTIALS: Final = "s3-credentials"
-AUTHORITIES: Final = "s3-authorities"
-CREDENTIALS_MOUNT: Final = "/etc/gym-s3"
-CA_MOUNT: Final = "/etc/gym-s3-ca"
-READABLE: Final = 0o440
-"""For the pod's group, which is the process's."""
 TERMINATION_GRACE_SECONDS: Final = 10
 """Enough to close connections."""
 FINAL_SECONDS: Final = 20
 """For what is around a last checkpoint: to see that the pod is to go, to publish, and to park sessions."""
+
+
+def pod_security() -> dict[str, Any]:
+    """As the restricted standard wants it of a pod."""
+    return {
+        "runAsNonRoot": True,
+        "runAsUser": USER,
+        "runAsGroup": USER,
+        # Makes mounted secrets readable for the process and for nobody else.
+        "fsGroup": USER,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+def container_security() -> dict[str, Any]:
+    """As the restricted standard wants it of a container, and a root file system that is never written to."""
+    return {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
 
 
 def pod_template(context: StackContext, participant: Participant) -> Manifest:
@@ -45,16 +66,9 @@ def pod_template(context: StackContext, participant: Participant) -> Manifest:
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": termination_grace(spec),
-        "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": USER,
-            "runAsGroup": USER,
-            # Makes the secrets below readable for the process and for nobody else.
-            "fsGroup": USER,
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
+        "securityContext": pod_security(),
         "containers": [_container(context, participant)],
-        "volumes": [*_volumes(context, participant), *_s3_volumes(context, participant)],
+        "volumes": _volumes(context, participant),
     }
     if spec.service_account_name:
         pod["serviceAccountName"] = spec.service_account_name
@@ -109,6 +123,7 @@ def _container(context: StackContext, participant: Participant) -> dict[str, Any
             f"{SETTINGS_FOLDER}/{settings_file(participant.name)}",
         ],
         "env": _environment(context, participant),
+        **(models_secrets(context) if uses_engine(participant, context.spec) else {}),
         "ports": [
             {"name": names.DATA_PORT_NAME, "containerPort": names.DATA_PORT, "protocol": "TCP"},
             {"name": names.CONTROL_PORT_NAME, "containerPort": names.CONTROL_PORT, "protocol": "TCP"},
@@ -126,16 +141,13 @@ def _container(context: StackContext, participant: Participant) -> dict[str, Any
             "terminationGracePeriodSeconds": TERMINATION_GRACE_SECONDS,
         },
         "resources": resources,
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        },
+        "securityContext": container_security(),
         "volumeMounts": [
             {"name": "settings", "mountPath": SETTINGS_FOLDER, "readOnly": True},
             {"name": "secrets", "mountPath": SECRETS_FOLDER, "readOnly": True},
             {"name": "tmp", "mountPath": "/tmp"},
-            *_s3_mounts(context, participant),
+            *(s3_mounts(context) if uses_storage(participant, context.spec) else ()),
+            *(models_mounts(context) if uses_engine(participant, context.spec) else ()),
         ],
     }
 
@@ -146,18 +158,24 @@ def _environment(context: StackContext, participant: Participant) -> list[dict[s
             "name": "GYM_CELL",
             "valueFrom": {"fieldRef": {"fieldPath": f"metadata.labels['{names.POD_INDEX_LABEL}']"}},
         },
-        {"name": "GYM_CONTROL_TOKEN_FILE", "value": f"{SECRETS_FOLDER}/{names.CONTROL_TOKEN_KEY}"},
-        {"name": "GYM_CONTROL_TOKEN_PREVIOUS_FILE", "value": f"{SECRETS_FOLDER}/{names.PREVIOUS_TOKEN_KEY}"},
+        *token_environment(),
         {"name": "GYM_COOKIE_SECRET_FILE", "value": f"{SECRETS_FOLDER}/{names.COOKIE_SECRET_KEY}"},
     ]
     if context.spec.checkpoints.enabled:
         environment.append({"name": AWAIT_FINAL, "value": "true"})
-    found = _s3_secrets(context, participant)
-    if CREDENTIALS in found:
-        environment.append({"name": CREDENTIALS_FOLDER, "value": CREDENTIALS_MOUNT})
-    if AUTHORITIES in found:
-        environment.append({"name": CA_FILE, "value": f"{CA_MOUNT}/{names.CA_KEY}"})
+    if uses_storage(participant, context.spec):
+        environment += s3_environment(context)
+    if uses_engine(participant, context.spec):
+        environment += models_environment(context)
     return environment
+
+
+def token_environment() -> list[dict[str, Any]]:
+    """Where a process finds the stack's control tokens."""
+    return [
+        {"name": "GYM_CONTROL_TOKEN_FILE", "value": f"{SECRETS_FOLDER}/{names.CONTROL_TOKEN_KEY}"},
+        {"name": "GYM_CONTROL_TOKEN_PREVIOUS_FILE", "value": f"{SECRETS_FOLDER}/{names.PREVIOUS_TOKEN_KEY}"},
+    ]
 
 
 def _volumes(context: StackContext, participant: Participant) -> list[dict[str, Any]]:
@@ -174,33 +192,8 @@ def _volumes(context: StackContext, participant: Participant) -> list[dict[str, 
         },
         {"name": "secrets", "secret": {"secretName": names.control_secret(context.name), "defaultMode": READABLE}},
         {"name": "tmp", "emptyDir": {}},
-    ]
-
-
-# The Secrets for S3 are files and not variables: a pod sees files change, and a rotation costs no process.
-
-
-def _s3_secrets(context: StackContext, participant: Participant) -> dict[str, str]:
-    """The Secrets that this server's S3 client needs, by the name of their volume."""
-    s3 = context.spec.s3
-    if s3 is None or not uses_storage(participant, context.spec):
-        return {}
-    wanted = {CREDENTIALS: s3.credentials_secret, AUTHORITIES: s3.ca_secret}
-    return {volume: secret for volume, secret in wanted.items() if secret}
-
-
-def _s3_volumes(context: StackContext, participant: Participant) -> list[dict[str, Any]]:
-    return [
-        {"name": volume, "secret": {"secretName": secret, "defaultMode": READABLE}}
-        for volume, secret in _s3_secrets(context, participant).items()
-    ]
-
-
-def _s3_mounts(context: StackContext, participant: Participant) -> list[dict[str, Any]]:
-    places = {CREDENTIALS: CREDENTIALS_MOUNT, AUTHORITIES: CA_MOUNT}
-    return [
-        {"name": volume, "mountPath": places[volume], "readOnly": True}
-        for volume in _s3_secrets(context, participant)
+        *(s3_volumes(context) if uses_storage(participant, context.spec) else ()),
+        *(models_volumes(context) if uses_engine(participant, context.spec) else ()),
     ]
 
 
