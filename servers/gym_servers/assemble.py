@@ -18,6 +18,7 @@ from gym_servers.journal.client import open_journal
 from gym_servers.participants.base import Participant
 from gym_servers.participants.gate import Gate
 from gym_servers.participants.records import FORMAT
+from gym_servers.protocol import headers
 from gym_servers.protocol.digests import digest_of
 from gym_servers.registry import check_server, load_class
 from gym_servers.stack.render import cell_folder, checkpoint_root
@@ -211,11 +212,14 @@ def _model(settings: ServerSettings, gate: Gate, _: Peers, secrets: _Secrets) ->
             dialect, sampling = open_dialect(config), config.sampling
         except SettingsError as error:
             raise SettingsError(f"server {settings.name}: `config`: {error}") from error
+    guarded = config.cut_at_engine and gate.enabled and secrets.control is not None
+    folder = cell_folder(settings.stack, settings.cell)
     engine = EngineClient(
         config.base_url,
         config.model,
         os.environ.get("GYM_ENGINE_API_KEY", ""),
         says_version=config.weight_versions,
+        headers_of=lambda: {headers.ENGINE_ATTEMPT: f"{folder};{gate.fence.floor}"} if guarded else {},
     )
     policy = Policy(
         engine,
@@ -227,15 +231,14 @@ def _model(settings: ServerSettings, gate: Gate, _: Peers, secrets: _Secrets) ->
         training=config.return_token_ids,
     )
     cut = None
-    if config.cut_at_engine and gate.enabled and secrets.control is not None:
+    if guarded and secrets.control is not None:
         from gym_servers.model.worker_cut import WorkerCut
 
         if not (settings.storage.s3 or settings.storage.directory):
             raise SettingsError(f"server {settings.name}: `config.cut_at_engine` needs a storage for checkpoints")
-        folder = cell_folder(settings.stack, settings.cell)
         shared = checkpoint_root(settings.storage, settings.stack, settings.cell).removesuffix(f"/{folder}")
         cut = WorkerCut(engine, lambda: open_store(shared, settings.storage.s3), folder, secrets.control.bearer)
-    participant = ModelParticipant(gate, LedgerStore(config.cache_bytes), cut)
+    participant = ModelParticipant(gate, LedgerStore(config.cache_bytes), cut, cut.begins if cut else None)
     app = create_app(participant, policy)
     if gate.enabled and secrets.control is not None:
         add_capture_routes(app, participant, secrets.control)

@@ -3,85 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from gym_rig.cell import TOKEN, Rig, cell
-from gym_rig.network import Alive, Fault
+from gym_rig.guarded import BEARER, CELL, RATE, guarded
+from gym_rig.network import Fault
 from gym_servers.capture.inventory import PATH, InventoryCall, inventory_of
 from gym_servers.capture.staging import unpack
-from gym_servers.control.tokens import only
 from gym_servers.engine.app import create_app as engine_app
-from gym_servers.engine.rows import counter_rows
 from gym_servers.participants.cutting import CUT_SECONDS
-from gym_servers.protocol import headers
 from gym_servers.stack.settings import SettingsError
-from gym_servers.storage.directory import DirectoryStore
-from gym_servers.storage.store import StorageError
 from gym_servers.worker.middleware import GenerationCut
-
-RATE = 20.0
-CELL = "rig-uid/cell-0"
-BEARER = {"authorization": f"Bearer {TOKEN}"}
-
-
-class FullStore(DirectoryStore):
-    """A disk that is full while `full`."""
-
-    full = False
-
-    def create(self, key: str, data: bytes) -> None:
-        if self.full:
-            raise StorageError("no space left")
-        super().create(key, data)
-
-
-class Guarded:
-    """An engine behind the middleware."""
-
-    def __init__(self, rig: Rig) -> None:
-        alive = Alive("engine")
-        self.store = FullStore(rig.folder / "checkpoints")
-        inner = engine_app(RATE, rig.journal_file.of(alive))
-        self.app = GenerationCut(inner, self.store, only(TOKEN))
-        rig.network.listen("engine", self.app, alive)
-        self.rig = rig
-
-    async def ask(self, ticket: str, words: str = "add 5") -> httpx.Response:
-        prompt = list(json.dumps([{"role": "user", "content": words}]).encode() + b"\n")
-        async with self.rig.network.client(timeout=None) as client:
-            return await client.post(
-                "http://engine/v1/completions", json={"prompt": prompt}, headers={headers.TICKET: ticket}
-            )
-
-    async def cut(self, body: Any, extra: dict[str, str] = BEARER, method: str = "POST") -> httpx.Response:
-        async with self.rig.network.client(timeout=None) as client:
-            content = body if isinstance(body, bytes) else json.dumps(body).encode()
-            return await client.request(method, f"http://engine{PATH}", content=content, headers=extra)
-
-
-@asynccontextmanager
-async def guarded(tmp_path: Path, **spec: Any) -> AsyncIterator[tuple[Rig, Guarded]]:
-    config = {"base_url": "http://engine", "cut_at_engine": True}
-    servers = [
-        {"name": "env", "kind": "environment", "server": "single-agent-turn"},
-        {"name": "policy", "kind": "model", "server": "scripted", "config": config},
-        {"name": "agent", "kind": "agent", "server": "simple-agent"},
-        {
-            "name": "counter",
-            "kind": "resources",
-            "server": "counter",
-            "config": {"journal": str(tmp_path / "journal.jsonl")},
-        },
-    ]
-    async with cell(tmp_path, counter_rows(3, 1), rate=RATE, servers=servers, **spec) as rig:
-        yield rig, Guarded(rig)
 
 
 def inventory(*tickets: str, checkpoint_id: str = "cp") -> dict[str, Any]:

@@ -54,6 +54,26 @@ def delta_of(line: str) -> Delta | None:
         raise NoChunk("the engine sent what is no chunk of a completion") from error
 
 
+_VERSION = ": ng-weight-version "
+
+
+def version_comment(version: str) -> bytes:
+    """A comment inside of a stream: what follows is of this version of the weights."""
+    return f"{_VERSION}{json.dumps(version)}\n\n".encode()
+
+
+def version_of(line: str) -> str | None:
+    """The version that a line of a stream tells, None for any other line."""
+    told = line.removeprefix(_VERSION)
+    if told == line:
+        return None
+    try:
+        version = json.loads(told)
+    except ValueError:
+        return None
+    return version if isinstance(version, str) else None
+
+
 def add(tokens: Tokens, delta: Delta, start: int) -> None:
     """Put a delta behind `tokens`; its stream began when there were `start`. Raises ValueError where its ids and
     log-probabilities differ in number."""

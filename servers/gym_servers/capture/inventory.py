@@ -1,4 +1,4 @@
-"""What a model server and the engine's side say to each other about a generation cut.
+"""What a model server and the engine's side say to each other, most of it about a generation cut.
 
 An inventory names every call in progress, and a digest over all of it. A receipt answers one inventory: it says of
 each of its calls, once, what became of it. Anything else is no receipt for it.
@@ -16,6 +16,8 @@ from gym_servers.protocol.digests import digest_of
 from gym_servers.protocol.messages import CaptureKey, CheckpointId
 
 PATH = "/ng-control/v1/generation-cut"
+ATTEMPT_PATH = "/ng-control/v1/engine-attempt"
+VERSION_PATH = "/ng-control/v1/weight-version"
 MOST_CALLS = 100_000
 
 Ticket = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9-]{1,64}$")]
@@ -26,6 +28,19 @@ class _Message(BaseModel):
 
 
 Folder = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}/cell-[0-9]{1,6}$")]
+
+
+class EngineAttempt(_Message):
+    """From now on only this attempt of a cell, or a later one, generates."""
+
+    folder: Folder
+    attempt: int = Field(ge=0, le=999_999_999)
+
+
+class WeightVersion(_Message):
+    """The version of the engine's weights, from now on."""
+
+    version: Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
 class InventoryCall(_Message):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import httpx
 
-from gym_servers.capture.chunks import Delta, NoChunk, delta_of, words_of
+from gym_servers.capture.chunks import Delta, NoChunk, delta_of, version_of, words_of
 from gym_servers.protocol import headers
 from gym_servers.protocol.errors import ProtocolError
 
@@ -25,11 +26,20 @@ class EngineBroke(Exception):
 
 class EngineClient:
     """`/v1/completions` of an engine at `base_url`, which serves `model`. `api_key` where it wants one.
-    `says_version`: it tells the version of its weights at `/weight_info`."""
+    `says_version`: it tells the version of its weights at `/weight_info`. `headers_of` gives what goes along with
+    each stream besides."""
 
-    def __init__(self, base_url: str, model: str, api_key: str = "", *, says_version: bool = False) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        api_key: str = "",
+        *,
+        says_version: bool = False,
+        headers_of: Callable[[], Mapping[str, str]] = dict,
+    ) -> None:
         self.base_url, self.model = base_url.rstrip("/"), model
-        self._says_version = says_version
+        self._says_version, self._headers_of = says_version, headers_of
         self.http = httpx.AsyncClient(
             timeout=httpx.Timeout(READ_SECONDS, connect=5.0),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=128),
@@ -90,7 +100,8 @@ class EngineClient:
             "return_token_ids": True,
             "logprobs": 0,
         }
-        named = {"x-request-id": request_id, **({headers.TICKET: ticket} if ticket else {})}
+        named = {"x-request-id": request_id, **self._headers_of(), **({headers.TICKET: ticket} if ticket else {})}
+        version = ""
         try:
             async with self.http.stream(
                 "POST",
@@ -103,8 +114,10 @@ class EngineClient:
                     await response.aread()
                     raise _refused(response)
                 async for line in response.aiter_lines():
-                    if (delta := delta_of(line)) is not None:
-                        yield delta
+                    if (told := version_of(line)) is not None:
+                        version = told
+                    elif (delta := delta_of(line)) is not None:
+                        yield delta if delta.version or not version else replace(delta, version=version)
         except httpx.TransportError as error:
             slow = isinstance(error, httpx.ReadTimeout)
             raise EngineBroke(f"{type(error).__name__} from {self.base_url}", slow=slow) from error

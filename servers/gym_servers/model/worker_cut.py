@@ -1,14 +1,17 @@
-"""Asks the engine's side to cut: an inventory goes out, a receipt and the staged tokens come back."""
+"""Asks the engine's side: to cut - an inventory goes out, a receipt and the staged tokens come back - and to stop
+what an earlier attempt of this cell left behind."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
 
 import httpx
 from pydantic import ValidationError
 
 from gym_servers.capture.inventory import (
+    ATTEMPT_PATH,
     PATH,
     InventoryCall,
     Receipt,
@@ -23,6 +26,8 @@ from gym_servers.participants.cutting import CutFailed
 from gym_servers.protocol.digests import sha256
 from gym_servers.storage.store import ObjectStore, StorageError
 
+log = logging.getLogger("gym_servers")
+
 
 class WorkerCut:
     """Cuts at an engine that runs `gym_servers.worker.middleware`. `open_store` opens the storage that both sides
@@ -32,6 +37,20 @@ class WorkerCut:
         self, engine: EngineClient, open_store: Callable[[], ObjectStore], folder: str, bearer: Callable[[], str]
     ) -> None:
         self._engine, self._open_store, self._folder, self._bearer = engine, open_store, folder, bearer
+
+    async def begins(self, attempt: int) -> None:
+        """This attempt of the cell has begun: what is of a lower one is stopped. Where the engine is away it runs
+        nothing, and each stream says the same."""
+        try:
+            response = await self._engine.http.post(
+                self._engine.base_url + ATTEMPT_PATH,
+                json={"folder": self._folder, "attempt": attempt},
+                headers={"authorization": self._bearer()},
+            )
+            if not response.is_success:
+                log.warning("the engine's side answered %s to the attempt's number", response.status_code)
+        except httpx.TransportError as error:
+            log.warning("the engine's side was not told of attempt %s: %s", attempt, type(error).__name__)
 
     async def __call__(self, checkpoint_id: str, calls: Sequence[InventoryCall]) -> Mapping[str, Frozen | None]:
         """What the engine has generated of each call, by ticket; None where it could not be cut, and nothing where it

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 from gym_servers.capture.cuts import prefix_of
 from gym_servers.capture.ledger import CallRecord, Ledger, Prefix, decode, encode
@@ -31,12 +31,17 @@ MOST_FAILURES = 100  # kept of each episode
 
 
 class ModelParticipant(Participant):
-    """The calls and ledgers of one policy model server."""
+    """The calls and ledgers of one policy model server. `begins` tells the engine's side which attempt of the cell is
+    in service now."""
 
     kind = "model"
 
     def __init__(
-        self, gate: Gate, ledgers: LedgerStore | None = None, cut_at_engine: CutAtEngine | None = None
+        self,
+        gate: Gate,
+        ledgers: LedgerStore | None = None,
+        cut_at_engine: CutAtEngine | None = None,
+        begins: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
         super().__init__(gate)
         self._calls: set[Call] = set()
@@ -46,6 +51,7 @@ class ModelParticipant(Participant):
         self._failures: dict[str, list[Failure]] = {}
         self._tally: Counter[str] = Counter()
         self._cutting = Cutting(gate, cut_at_engine, self._cut_made)
+        self._begins, self._begun, self._telling = begins, -1, set[asyncio.Future[None]]()
 
     async def call(self, episode: Episode, asked: Asked, generate: Generate) -> CallRecord:
         """Generate once for each position of an episode; a repeat joins the call or gets its reply again.
@@ -201,6 +207,12 @@ class ModelParticipant(Participant):
 
     def resumed(self) -> None:
         self._cutting.open()
+        attempt = self.gate.fence.floor
+        if self._begins is not None and attempt > self._begun:
+            self._begun = attempt
+            told = asyncio.ensure_future(self._begins(attempt))
+            self._telling.add(told)
+            told.add_done_callback(self._telling.discard)
 
     def _cut_made(self, counts: Mapping[str, int]) -> None:
         self._tally.update({name: count for name, count in counts.items() if count})

@@ -6,4 +6,7 @@ TOOL_CALL = "x-ng-tool-call"  # id of a tool call; a repeat is answered, not run
 RESTART = "x-ng-checkpoint-restart"  # on a seed's reply: the episode cannot be continued
 VERIFY = "x-ng-checkpoint-verify"  # on a seed's reply: "replay" where verify may simply run again
 CLOSE_FOLLOWS = "x-ng-checkpoint-close-follows"  # on a verify: keep the session, a close comes
+ENGINE_ATTEMPT = (
+    "x-ng-engine-attempt"  # to an engine: "<folder of the cell>;<attempt>", so that older ones can be told
+)
 TICKET = "x-ng-generation-ticket"  # to an engine: names one stream of tokens, for cuts beside the engine

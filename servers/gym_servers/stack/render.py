@@ -88,8 +88,7 @@ def _engine_config(participant: Participant, spec: StackSpec, address: str) -> d
     if spec.inference is None or not uses_engine(participant, spec):
         return {}
     vllm = spec.inference.vllm
-    found: dict[str, Any] = {"base_url": address, "model": vllm.model}
-    return {**found, "cut_at_engine": True, "weight_versions": True} if vllm.cut_at_engine else found
+    return {"base_url": address, "model": vllm.model, **({"cut_at_engine": True} if vllm.cut_at_engine else {})}
 
 
 def uses_storage(participant: Participant, spec: StackSpec) -> bool:

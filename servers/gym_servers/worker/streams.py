@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import replace
 
 from gym_servers.capture.chunks import NoChunk, add, delta_of
 from gym_servers.capture.tokens import Frozen, Tokens
@@ -16,14 +17,15 @@ class PassingStream:
     def __init__(self) -> None:
         self._tokens, self._rest, self._broken = Tokens(), b"", False
 
-    def feed(self, data: bytes) -> None:
+    def feed(self, data: bytes, version: str = "") -> None:
+        """Bytes as they pass, under the weights of a version where the engine itself does not say which."""
         if self._broken:
             return
         *lines, self._rest = (self._rest + data).split(b"\n")
         try:
             for line in lines:
                 if (delta := delta_of(line.decode().rstrip("\r"))) is not None:
-                    add(self._tokens, delta, 0)
+                    add(self._tokens, delta if delta.version else replace(delta, version=version), 0)
         except (NoChunk, ValueError):
             self._broken = True
 
