@@ -1,20 +1,16 @@
-"""The policy model server's routes: `/v1/responses` and `/v1/chat/completions`.
-
-A streamed reply is sent as a whole once it may go out: a checkpoint then never waits for a reply that is half sent,
-and a rollout's client has no use for the first half.
-"""
+"""The policy model server's routes: `/v1/responses` and `/v1/chat/completions`, whole or streamed."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from gym_servers.capture.arrays import int32
 from gym_servers.capture.ledger import CallRecord
@@ -26,13 +22,16 @@ from gym_servers.model.conversation import Conversation, after
 from gym_servers.model.dialect import Dialect
 from gym_servers.model.engine_client import EngineBroke, EngineClient
 from gym_servers.model.generation import LENGTH, Outages, generate
-from gym_servers.model.reply import Reply, server_sent
+from gym_servers.model.reply import Head, Reply, Writer
+from gym_servers.model.streaming import Growing, streamed
 from gym_servers.participants.model import ModelParticipant
 from gym_servers.participants.model_call import Asked, Call
 from gym_servers.protocol import headers
 from gym_servers.protocol.digests import digest_of
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.identity import Episode
+
+T = TypeVar("T")
 
 MAX_TOKENS = 4096  # of a call that does not say how many it wants
 
@@ -58,16 +57,17 @@ class Api:
 
     read: Callable[[Mapping[str, Any], Mapping[str, Any]], Conversation]
     write: Callable[[Mapping[str, Any], Reply], dict[str, Any]]
-    events: Callable[[Mapping[str, Any], Mapping[str, Any]], Iterable[tuple[str | None, Any]]]
+    writer: Callable[[Mapping[str, Any], Head], Writer]
+    head_of: Callable[[Mapping[str, Any]], Head]
 
 
-def _chat_events(params: Mapping[str, Any], body: Mapping[str, Any]) -> Iterable[tuple[str | None, Any]]:
-    options = params.get("stream_options")
-    return chat_api.events_of(body, usage=isinstance(options, dict) and bool(options.get("include_usage")))
-
-
-RESPONSES = Api(responses_api.conversation_of, responses_api.body_of, lambda _, body: responses_api.events_of(body))
-CHAT = Api(chat_api.conversation_of, chat_api.body_of, _chat_events)
+RESPONSES = Api(
+    responses_api.conversation_of,
+    responses_api.body_of,
+    responses_api.ResponsesWriter,
+    responses_api.head_of,
+)
+CHAT = Api(chat_api.conversation_of, chat_api.body_of, chat_api.ChatWriter, chat_api.head_of)
 
 
 def create_app(participant: ModelParticipant, policy: Policy) -> FastAPI:
@@ -96,15 +96,33 @@ def create_app(participant: ModelParticipant, policy: Policy) -> FastAPI:
         async def work(call: Call) -> CallRecord:
             return await generator.record(call, conversation, lambda reply: api.write(params, reply))
 
-        if episode is None or not gate.enabled:
+        async def call(joined: Callable[[Call], None]) -> CallRecord:
+            if episode is not None and gate.enabled:
+                return await participant.call(episode, asked, work, joined)
             alone = Call(episode or Episode(f"anonymous.{uuid.uuid4().hex}", 0), asked, budget=budget)
-            record = await _while_connected(request, work(alone))
-        else:
-            record = await _while_connected(request, participant.call(episode, asked, work))
-        if params.get("stream"):
-            body = server_sent(api.events(params, record.response))
-            return Response(body, media_type="text/event-stream", headers={"cache-control": "no-store"})
-        return JSONResponse(record.response)
+            joined(alone)
+            return await work(alone)
+
+        if not params.get("stream"):
+            record = await _while_connected(request, call(lambda _: None))
+            return JSONResponse(record.response)
+        growing = Growing(policy.dialect, conversation)
+        parts = streamed(
+            call,
+            growing,
+            gate,
+            lambda call: api.writer(params, _head(call, policy.engine.model)),
+            lambda body: api.writer(params, api.head_of(body)),
+        )
+        first = await _while_connected(request, anext(parts))
+
+        async def body() -> AsyncIterator[bytes]:
+            async with aclosing(parts):
+                yield first
+                async for part in parts:
+                    yield part
+
+        return StreamingResponse(body(), media_type="text/event-stream", headers={"cache-control": "no-store"})
 
     @app.post("/v1/responses")
     async def responses(request: Request) -> Response:
@@ -136,7 +154,7 @@ class _Generator:
                     "invalid_request", f"the conversation cannot be given to the model: {error}"
                 ) from error
         budget = call.budget = await self._fitting(len(call.prompt), call.budget)
-        tokens, stem = call.tokens, _stem(call)
+        tokens, head = call.tokens, _head(call, policy.engine.model)
         name = f"{_name(call)}/{asked.position or '-'}"
         await generate(
             policy.engine,
@@ -147,8 +165,9 @@ class _Generator:
             name,
             self._outages,
             call.begin_stream,
+            call.grew,
         )
-        message = policy.dialect.parse(tokens.ids, call.prompt, conversation, stem)
+        message = policy.dialect.parse(tokens.ids, call.prompt, conversation, head.stem)
         training: dict[str, Any] = {}
         if policy.training:
             training = {
@@ -157,13 +176,11 @@ class _Generator:
                 "generation_log_probs": tokens.logprobs.tolist(),
             }
         reply = Reply(
-            stem,
-            policy.engine.model,
+            head,
             message,
             len(call.prompt),
             len(tokens),
             tokens.finish == LENGTH,
-            time.time(),
             training,
         )
         whole = tokens.frozen()
@@ -209,17 +226,22 @@ def _name(call: Call) -> str:
     return "-" if call.episode.rollout_id.startswith("anonymous.") else call.key
 
 
+def _head(call: Call, model: str) -> Head:
+    """What is known of a call's reply before it is there."""
+    return Head(_stem(call), model, call.created)
+
+
 def _stem(call: Call) -> str:
     """Names the call, not the attempt: an uninterrupted and a continued rollout have equal ids."""
     rollout, asked = call.episode.rollout_id, call.asked
     if rollout.startswith("anonymous."):
-        return uuid.uuid4().hex[:24]
+        return rollout.removeprefix("anonymous.")[:24]
     if asked.position:
         return digest_of([rollout, asked.position])[:24]
     return digest_of([rollout, call.parent_chain, asked.digest, call.repeat])[:24]
 
 
-async def _while_connected(request: Request, work: Any) -> CallRecord:
+async def _while_connected(request: Request, work: Awaitable[T]) -> T:
     """The result of `work`, which is told to end when the caller goes away."""
     task = asyncio.ensure_future(work)
     task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be left to see it
@@ -228,8 +250,7 @@ async def _while_connected(request: Request, work: Any) -> CallRecord:
         await asyncio.wait({task, left}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             task.cancel()
-        record: CallRecord = await task
-        return record
+        return await task
     except asyncio.CancelledError:
         task.cancel()
         if left.done() and not _cancelled_from_outside():

@@ -6,8 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gym_servers.model.conversation import Conversation, Message, ToolCall, arguments_text, offered, text_of
-from gym_servers.model.reply import Reply
+from gym_servers.model.dialect import Piece
+from gym_servers.model.reply import Event, Head, Reply, Sent
 from gym_servers.model.sampling import sampling_of
+from gym_servers.protocol.errors import ProtocolError
 
 ROLES = {"user": "user", "system": "system", "developer": "system", "assistant": "assistant", "tool": "tool"}
 
@@ -74,10 +76,10 @@ def body_of(params: Mapping[str, Any], reply: Reply) -> dict[str, Any]:
     said.update(reply.training)
     finish = "length" if reply.length else "tool_calls" if message.calls else "stop"
     return {
-        "id": f"chatcmpl-{reply.stem}",
+        "id": f"chatcmpl-{reply.head.stem}",
         "object": "chat.completion",
-        "created": int(reply.created),
-        "model": params.get("model") or reply.model,
+        "created": int(reply.head.created),
+        "model": params.get("model") or reply.head.model,
         "choices": [{"index": 0, "message": said, "logprobs": None, "finish_reason": finish}],
         "usage": {
             "prompt_tokens": reply.prompt_tokens,
@@ -87,22 +89,54 @@ def body_of(params: Mapping[str, Any], reply: Reply) -> dict[str, Any]:
     }
 
 
-def events_of(body: Mapping[str, Any], *, usage: bool = False) -> Iterator[tuple[None, Any]]:
-    """A finished completion as the chunks that a streaming client waits for."""
-    choice = body["choices"][0]
-    said = dict(choice["message"])
-    head = {name: body[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+def head_of(body: Mapping[str, Any]) -> Head:
+    """What a completion says of itself."""
+    return Head(str(body["id"]).removeprefix("chatcmpl-"), str(body["model"]), float(body["created"]))
 
-    def chunk(delta: Mapping[str, Any], finish: str | None = None) -> tuple[None, Any]:
-        return None, {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
 
-    calls = said.pop("tool_calls", [])
-    yield chunk({"role": said.pop("role"), "content": ""})
-    if rest := {name: value for name, value in said.items() if value}:
-        yield chunk(rest)
-    for index, call in enumerate(calls):
-        yield chunk({"tool_calls": [{"index": index, **call}]})
-    yield chunk({}, choice["finish_reason"])
-    if usage:
-        yield None, {**head, "choices": [], "usage": body["usage"]}
-    yield None, "[DONE]"
+class ChatWriter:
+    """A completion as the chunks that a streaming client waits for."""
+
+    def __init__(self, params: Mapping[str, Any], head: Head) -> None:
+        options = params.get("stream_options")
+        self._usage = isinstance(options, dict) and bool(options.get("include_usage"))
+        self._head = {
+            "id": f"chatcmpl-{head.stem}",
+            "created": int(head.created),
+            "model": params.get("model") or head.model,
+            "object": "chat.completion.chunk",
+        }
+        self._sent = Sent()
+
+    def begin(self) -> Iterator[Event]:
+        yield self._chunk({"role": "assistant", "content": ""})
+
+    def piece(self, piece: Piece) -> Iterator[Event]:
+        self._sent.add(piece)
+        yield self._chunk({_FIELDS[piece.field]: piece.text})
+
+    def end(self, body: Mapping[str, Any]) -> Iterator[Event]:
+        """What is left of a completion. Raises ProtocolError where it begins otherwise than what was sent."""
+        choice = body["choices"][0]
+        said = dict(choice["message"])
+        rest = {name: self._sent.rest(field, said.get(name) or "") for field, name in _FIELDS.items()}
+        calls = said.pop("tool_calls", [])
+        others = {name: value for name, value in said.items() if name not in ("role", *_FIELDS.values())}
+        if delta := {name: value for name, value in {**rest, **others}.items() if value}:
+            yield self._chunk(delta)
+        for index, call in enumerate(calls):
+            yield self._chunk({"tool_calls": [{"index": index, **call}]})
+        yield self._chunk({}, choice["finish_reason"])
+        if self._usage:
+            yield Event(None, {**self._head, "choices": [], "usage": body["usage"]})
+        yield Event(None, "[DONE]")
+
+    def failed(self, error: ProtocolError) -> Iterator[Event]:
+        yield Event(None, {"error": {"message": error.detail, "type": error.code, "code": error.code}})
+
+    def _chunk(self, delta: Mapping[str, Any], finish: str | None = None) -> Event:
+        return Event(None, {**self._head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]})
+
+
+_FIELDS = {"reasoning": "reasoning_content", "content": "content"}
+"""What a message's parts are called here."""

@@ -53,11 +53,13 @@ async def generate(
     name: str,
     outages: Outages,
     begin: Callable[[int], str],
+    grew: Callable[[], None] = lambda: None,
 ) -> None:
     """Fill `tokens` up to the generation's end, at most `budget` of them with those that are there.
 
     `name`: whose generation it is, for the engine's logs. `begin` is told before each stream how many tokens there
-    are, and gives the stream's ticket. Raises ProtocolError for what the engine refuses, or sends and cannot be."""
+    are, and gives the stream's ticket; `grew` is told after each change of the tokens. Raises ProtocolError for what
+    the engine refuses, or sends and cannot be."""
     read_seconds = READ_SECONDS
     while tokens.finish is None:
         start = len(tokens)
@@ -75,6 +77,7 @@ async def generate(
                     outages.answered()
                     told = told or bool(delta.version or delta.versions)
                     add(tokens, delta if told else replace(delta, version=version), start)
+                    grew()
             if version and not told:
                 _between(tokens, start, version, await engine.weight_version())
         except EngineBroke as broke:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 from gym_servers.model.conversation import Conversation, Message, ToolCall, arguments_text, offered, text_of
-from gym_servers.model.reply import Reply
+from gym_servers.model.dialect import Piece
+from gym_servers.model.reply import Event, Head, Reply, Sent
 from gym_servers.model.sampling import sampling_of
+from gym_servers.protocol.errors import ProtocolError
 
 ROLES = {"user": "user", "system": "system", "developer": "system", "assistant": "assistant"}
 
@@ -92,27 +95,12 @@ def _add(messages: list[Message], item: Mapping[str, Any]) -> None:
 
 def body_of(params: Mapping[str, Any], reply: Reply) -> dict[str, Any]:
     """A Response."""
-    message, stem = reply.message, reply.stem
+    message, stem = reply.message, reply.head.stem
     output: list[dict[str, Any]] = []
     if message.reasoning:
-        output.append(
-            {
-                "type": "reasoning",
-                "id": f"rs_{stem}",
-                "summary": [],
-                "content": [{"type": "reasoning_text", "text": message.reasoning}],
-            }
-        )
+        output.append(_reasoning(stem, message.reasoning))
     if message.content or not message.calls:
-        output.append(
-            {
-                "type": "message",
-                "id": f"msg_{stem}",
-                "role": "assistant",
-                "status": "completed",
-                "content": [{"type": "output_text", "text": message.content, "annotations": []}],
-            }
-        )
+        output.append(_message(stem, message.content))
     for call in message.calls:
         output.append(
             {
@@ -126,17 +114,10 @@ def body_of(params: Mapping[str, Any], reply: Reply) -> dict[str, Any]:
         )
     output[-1].update(reply.training)
     return {
-        "id": f"resp_{stem}",
-        "object": "response",
-        "created_at": reply.created,
-        "model": params.get("model") or reply.model,
+        **_bare(params, reply.head),
         "status": "incomplete" if reply.length else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if reply.length else None,
-        "error": None,
         "output": output,
-        "parallel_tool_calls": bool(params.get("parallel_tool_calls", True)),
-        "tool_choice": params.get("tool_choice") or "auto",
-        "tools": params.get("tools") or [],
         "usage": {
             "input_tokens": reply.prompt_tokens,
             "output_tokens": reply.generated_tokens,
@@ -145,41 +126,116 @@ def body_of(params: Mapping[str, Any], reply: Reply) -> dict[str, Any]:
     }
 
 
-def events_of(body: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """A finished Response as the events that a streaming client waits for."""
-    begun = {**body, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
-    ended = "response.incomplete" if body["status"] == "incomplete" else "response.completed"
-    bare: list[tuple[str, dict[str, Any]]] = [
-        ("response.created", {"response": begun}),
-        ("response.in_progress", {"response": begun}),
-    ]
-    for index, item in enumerate(body["output"]):
-        bare += _item_events(index, item)
-    bare.append((ended, {"response": body}))
-    for number, (name, data) in enumerate(bare):
-        yield name, {"type": name, "sequence_number": number, **data}
-
-
-def _item_events(index: int, item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    where = {"output_index": index, "item_id": item["id"]}
-    empty: dict[str, dict[str, Any]] = {
-        "message": {"content": []},
-        "function_call": {"arguments": ""},
-        "reasoning": {"content": []},
+def _bare(params: Mapping[str, Any], head: Head) -> dict[str, Any]:
+    """A Response of which nothing is known yet."""
+    return {
+        "id": f"resp_{head.stem}",
+        "object": "response",
+        "created_at": head.created,
+        "model": params.get("model") or head.model,
+        "status": "in_progress",
+        "incomplete_details": None,
+        "error": None,
+        "output": [],
+        "parallel_tool_calls": bool(params.get("parallel_tool_calls", True)),
+        "tool_choice": params.get("tool_choice") or "auto",
+        "tools": params.get("tools") or [],
+        "usage": None,
     }
-    bare = {**item, **empty[item["type"]], "status": "in_progress"}
-    yield "response.output_item.added", {"output_index": index, "item": bare}
-    if item["type"] == "message":
-        for number, part in enumerate(item["content"]):
-            there = {**where, "content_index": number}
-            yield "response.content_part.added", {**there, "part": {**part, "text": ""}}
-            yield "response.output_text.delta", {**there, "delta": part["text"], "logprobs": []}
-            yield "response.output_text.done", {**there, "text": part["text"], "logprobs": []}
-            yield "response.content_part.done", {**there, "part": part}
-    elif item["type"] == "function_call":
-        yield "response.function_call_arguments.delta", {**where, "delta": item["arguments"]}
-        yield (
-            "response.function_call_arguments.done",
-            {**where, "name": item["name"], "arguments": item["arguments"]},
+
+
+def head_of(body: Mapping[str, Any]) -> Head:
+    """What a Response says of itself."""
+    return Head(str(body["id"]).removeprefix("resp_"), str(body["model"]), float(body["created_at"]))
+
+
+class ResponsesWriter:
+    """A Response as the events that a streaming client waits for: each item as soon as it begins."""
+
+    def __init__(self, params: Mapping[str, Any], head: Head) -> None:
+        self._begun, self._stem = _bare(params, head), head.stem
+        self._sent = Sent()
+        self._numbers = count()
+        self._open: list[str] = []  # fields whose item was begun, in their order in the output
+
+    def begin(self) -> Iterator[Event]:
+        yield self._event("response.created", {"response": self._begun})
+        yield self._event("response.in_progress", {"response": self._begun})
+
+    def piece(self, piece: Piece) -> Iterator[Event]:
+        if piece.field not in self._open:
+            self._open.append(piece.field)
+            yield from self._item_begun(len(self._open) - 1, _ITEMS[piece.field](self._stem))
+        self._sent.add(piece)
+        yield from self._delta(len(self._open) - 1, piece)
+
+    def end(self, body: Mapping[str, Any]) -> Iterator[Event]:
+        """What is left of a Response. Raises ProtocolError where it begins otherwise than what was sent."""
+        texts = [_FIELDS[item["type"]] for item in body["output"] if item["type"] in _FIELDS]
+        if texts[: len(self._open)] != self._open:
+            raise ProtocolError("checkpoint_error", "the reply reads otherwise as a whole: ask for it again")
+        for index, item in enumerate(body["output"]):
+            field = _FIELDS.get(item["type"])
+            if field is None:
+                yield from self._call(index, item)
+                continue
+            text = item["content"][0]["text"]
+            if index >= len(self._open):
+                self._open.append(field)
+                yield from self._item_begun(index, _ITEMS[field](self._stem))
+            if rest := self._sent.rest(field, text):
+                yield from self._delta(index, Piece(field, rest))
+            yield from self._item_done(index, field, item)
+        ended = "response.incomplete" if body["status"] == "incomplete" else "response.completed"
+        yield self._event(ended, {"response": body})
+
+    def failed(self, error: ProtocolError) -> Iterator[Event]:
+        yield self._event("error", {"code": error.code, "message": error.detail, "param": None})
+
+    def _event(self, name: str, data: Mapping[str, Any]) -> Event:
+        return Event(name, {"type": name, "sequence_number": next(self._numbers), **data})
+
+    def _item_begun(self, index: int, item: Mapping[str, Any]) -> Iterator[Event]:
+        part = item["content"][0]
+        bare = {**item, "content": [], "status": "in_progress"}
+        yield self._event("response.output_item.added", {"output_index": index, "item": bare})
+        where = {"output_index": index, "item_id": item["id"], "content_index": 0}
+        yield self._event("response.content_part.added", {**where, "part": {**part, "text": ""}})
+
+    def _delta(self, index: int, piece: Piece) -> Iterator[Event]:
+        item = _ITEMS[piece.field](self._stem)
+        where = {"output_index": index, "item_id": item["id"], "content_index": 0}
+        yield self._event(
+            f"response.{item['content'][0]['type']}.delta", {**where, "delta": piece.text, **_EXTRA[piece.field]}
         )
-    yield "response.output_item.done", {"output_index": index, "item": item}
+
+    def _item_done(self, index: int, field: str, item: Mapping[str, Any]) -> Iterator[Event]:
+        part = item["content"][0]
+        where = {"output_index": index, "item_id": item["id"], "content_index": 0}
+        yield self._event(f"response.{part['type']}.done", {**where, "text": part["text"], **_EXTRA[field]})
+        yield self._event("response.content_part.done", {**where, "part": part})
+        yield self._event("response.output_item.done", {"output_index": index, "item": item})
+
+    def _call(self, index: int, item: Mapping[str, Any]) -> Iterator[Event]:
+        where = {"output_index": index, "item_id": item["id"]}
+        bare = {**item, "arguments": "", "status": "in_progress"}
+        yield self._event("response.output_item.added", {"output_index": index, "item": bare})
+        yield self._event("response.function_call_arguments.delta", {**where, "delta": item["arguments"]})
+        said = {"name": item["name"], "arguments": item["arguments"]}
+        yield self._event("response.function_call_arguments.done", {**where, **said})
+        yield self._event("response.output_item.done", {"output_index": index, "item": item})
+
+
+def _reasoning(stem: str, text: str = "") -> dict[str, Any]:
+    content = [{"type": "reasoning_text", "text": text}]
+    return {"type": "reasoning", "id": f"rs_{stem}", "summary": [], "content": content}
+
+
+def _message(stem: str, text: str = "") -> dict[str, Any]:
+    content = [{"type": "output_text", "text": text, "annotations": []}]
+    return {"type": "message", "id": f"msg_{stem}", "role": "assistant", "status": "completed", "content": content}
+
+
+_ITEMS: dict[str, Callable[..., dict[str, Any]]] = {"reasoning": _reasoning, "content": _message}
+_FIELDS = {"reasoning": "reasoning", "message": "content"}
+_EXTRA: dict[str, dict[str, Any]] = {"reasoning": {}, "content": {"logprobs": []}}

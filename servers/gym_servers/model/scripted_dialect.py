@@ -8,7 +8,7 @@ from typing import Any
 
 from gym_servers.capture.ledger import CallRecord
 from gym_servers.model.conversation import Conversation, Message, ToolCall, arguments_text
-from gym_servers.model.dialect import call_id
+from gym_servers.model.dialect import Piece, call_id
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -30,6 +30,30 @@ class ScriptedDialect:
             return Message("assistant", text)
         asked = ToolCall(call_id(stem, 0), call["name"], arguments_text(call["arguments"]))
         return Message("assistant", before.strip(), (asked,))
+
+    def reading(self, prompt: Sequence[int], conversation: Conversation) -> ScriptedReading:
+        return ScriptedReading()
+
+
+class ScriptedReading:
+    """What stands before the tag of a tool call, as far as it cannot become one, nor be stripped."""
+
+    def __init__(self) -> None:
+        self._said, self._given = b"", 0
+
+    def feed(self, ids: Sequence[int]) -> list[Piece]:
+        self._said += bytes(list(ids))
+        text = self._said.decode(errors="ignore").partition(OPEN)[0]
+        if text[:1].isspace():
+            return []
+        text = text[: len(text) - overlap(text, OPEN)].rstrip()
+        new, self._given = text[self._given :], max(self._given, len(text))
+        return [Piece("content", new)] if new else []
+
+
+def overlap(text: str, tag: str) -> int:
+    """How many characters at the end of a text may be the beginning of a tag."""
+    return next((size for size in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:size])), 0)
 
 
 def _items(message: Message) -> list[dict[str, Any]]:

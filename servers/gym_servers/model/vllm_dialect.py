@@ -14,7 +14,7 @@ from gym_servers.capture.ledger import CallRecord
 from gym_servers.model.carry import carried
 from gym_servers.model.config import VllmConfig
 from gym_servers.model.conversation import Conversation, Message, ToolCall, arguments_text
-from gym_servers.model.dialect import call_id
+from gym_servers.model.dialect import Reading, call_id
 from gym_servers.model.response_templates import KNOWN
 from gym_servers.stack.settings import SettingsError
 
@@ -76,6 +76,9 @@ class VllmDialect:
             return Message("assistant", plain)
         reasoning = found.get("reasoning_content") or found.get("thinking") or ""
         return Message("assistant", str(found.get("content") or ""), calls, reasoning=str(reasoning))
+
+    def reading(self, prompt: Sequence[int], conversation: Conversation) -> Reading | None:
+        return None
 
 
 def _arguments(function: Mapping[str, Any]) -> str:

@@ -53,8 +53,11 @@ class ModelParticipant(Participant):
         self._cutting = Cutting(gate, cut_at_engine, self._cut_made)
         self._begins, self._begun, self._telling = begins, -1, set[asyncio.Future[None]]()
 
-    async def call(self, episode: Episode, asked: Asked, generate: Generate) -> CallRecord:
-        """Generate once for each position of an episode; a repeat joins the call or gets its reply again.
+    async def call(
+        self, episode: Episode, asked: Asked, generate: Generate, joined: Callable[[Call], None] = lambda call: None
+    ) -> CallRecord:
+        """Generate once for each position of an episode; a repeat joins the call or gets its reply again. `joined` is
+        given the call that is waited for; nothing where the reply is there already.
 
         Raises `admission_closed` while closed, `stale_attempt`, and `checkpoint_conflict` for another request at a
         position that is taken. A call without a position waits while a checkpoint is open.
@@ -67,6 +70,7 @@ class ModelParticipant(Participant):
         for running in self._calls:
             if asked.position and running.stands_for(episode, asked):
                 same_request(episode, asked, running.digest)
+                joined(running)
                 return await self._join(running)
         if asked.position:
             self.gate.require_open()
@@ -86,6 +90,7 @@ class ModelParticipant(Participant):
         call._task = asyncio.ensure_future(self._deliver(call, parent, generate))
         self._calls.add(call)
         call.task.add_done_callback(lambda _: self._done(call))
+        joined(call)
         return await self._join(call)
 
     def _check(self, episode: Episode) -> None:

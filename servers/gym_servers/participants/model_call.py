@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from array import array
 from collections.abc import Awaitable, Callable
@@ -46,7 +47,7 @@ class Stream:
 @dataclass(eq=False)
 class Call:
     """A call in progress: `prompt` and `tokens` may hold what an earlier process had, and grow from there. `repeat`
-    counts delivered calls with the same parent and request."""
+    counts delivered calls with the same parent and request. `created` is Unix seconds."""
 
     episode: Episode
     asked: Asked
@@ -60,6 +61,8 @@ class Call:
     stopping: bool = False
     stream: Stream | None = None
     abandoned: asyncio.TimerHandle | None = None
+    created: float = field(default_factory=time.time)
+    _growth: asyncio.Event = field(default_factory=asyncio.Event)
     _task: asyncio.Task[CallRecord] | None = None
 
     @property
@@ -82,6 +85,16 @@ class Call:
         """A stream is about to begin, when there are so many tokens; its ticket."""
         self.stream = Stream(uuid.uuid4().hex, start)
         return self.stream.ticket
+
+    def grew(self) -> None:
+        """There are more tokens, or other ones."""
+        self._growth.set()
+        self._growth = asyncio.Event()
+
+    @property
+    def growth(self) -> asyncio.Event:
+        """Set once there are other tokens than now."""
+        return self._growth
 
     def stands_for(self, episode: Episode, asked: Asked) -> bool:
         """Whether this is the call at that place of the episode."""
