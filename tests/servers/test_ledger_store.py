@@ -12,8 +12,9 @@ import pytest
 
 from gym_rig.virtual import settle
 from gym_servers.capture.arrays import float32, int32
-from gym_servers.capture.ledger import CallRecord, Ledger
-from gym_servers.capture.store import STRIPES, LedgerStore
+from gym_servers.capture.ledger import CallRecord, Ledger, encode
+from gym_servers.capture.segments import SEGMENT_BYTES
+from gym_servers.capture.store import LedgerStore
 from gym_servers.capture.tokens import Span
 from gym_servers.protocol.errors import ProtocolError
 
@@ -70,7 +71,7 @@ async def test_calls_are_found_wherever_their_tokens_are(tmp_path: Path) -> None
     await asyncio.sleep(0.1)
     found = store.at("r", "1.2")
     assert found is not None
-    assert await store.record("r", found) == call(2, turn="after two")
+    assert await store.record(found) == call(2, turn="after two")
     assert store.at("r", "") is None
     assert store.at("r", "9.9") is None
     assert store.at("other", "1.2") is None
@@ -92,38 +93,67 @@ async def test_what_is_freed_leaves_no_file_also_while_it_is_written(tmp_path: P
     assert (len(store), store.cached_bytes) == (0, 0)
 
 
+async def test_files_hold_many_calls_and_go_with_the_last_of_them(tmp_path: Path) -> None:
+    """Neither their number nor what is open grows with the calls."""
+    store = await filled(tmp_path, 0, keys=300, calls=2)
+    size = len(encode("r0", Ledger([call(0)])))
+    assert 1 < len(files(tmp_path)) <= 2 + 600 * size / SEGMENT_BYTES
+    for key in range(299):
+        store.drop(f"r{key}")
+    assert 0 < len(files(tmp_path)) <= 2
+    assert await store.ledger("r299") == Ledger([call(0), call(1)])
+    store.drop("r299")
+    assert files(tmp_path) == []
+
+
+async def test_what_a_call_takes_in_memory_is_what_is_counted(tmp_path: Path) -> None:
+    """Also a reply that brings its token ids along."""
+    tokens = list(range(100_000, 100_000 + TOKENS))
+    chat = {"choices": [{"message": {"content": "x" * 5000}}]}
+    trained = {"output": [{"generation_token_ids": tokens, "prompt_token_ids": tokens * 20}]}
+    store = LedgerStore(10**9, tmp_path)
+    for number, response in enumerate((chat, trained)):
+        one = call(number)
+        record = CallRecord(one.position, one.digest, one.prompt_ids, one.ids, one.logprobs, one.spans, response)
+        before = store.cached_bytes
+        store.append("r", record)
+        assert store.cached_bytes - before == len(encode("r", Ledger([record])))
+    assert store.cached_bytes > 7 * 21 * TOKENS
+
+
 async def test_a_file_that_was_changed_is_refused_and_one_that_is_gone_is_named(tmp_path: Path) -> None:
-    store = await filled(tmp_path, 0, keys=1, calls=2)
-    first, second = store.calls("r0")
-    assert first.file is not None
-    assert second.file is not None
-    first.file.path.write_bytes(first.file.path.read_bytes()[:-4])
-    second.file.path.unlink()
-    with pytest.raises(ProtocolError, match="does not match its digest"):
-        await store.record("r0", first)
+    store = await filled(tmp_path, 0, keys=1, calls=1)
+    (kept,) = store.calls("r0")
+    assert kept.place is not None
+    path = kept.place.segment.path
+    whole = path.read_bytes()
+    for data in (whole[:-4], whole[:-4] + b"abcd"):
+        path.write_bytes(data)
+        with pytest.raises(ProtocolError, match="does not match its digest"):
+            await store.record(kept)
+    path.unlink()
     with pytest.raises(ProtocolError, match="cannot be read"):
-        await store.record("r0", second)
+        await store.record(kept)
 
 
-async def test_a_file_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What cannot be written stays in memory: too much of it is better than a call that is lost."""
+async def test_what_cannot_be_written_stays_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too much of it is better than a call that is lost."""
 
-    def full(self: Path, target: Path) -> Path:
+    def full(self: Path, data: bytes) -> int:
+        self.touch()
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "replace", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     store = await filled(tmp_path, 0, keys=1, calls=2)
     assert await store.ledger("r0") == Ledger([call(0), call(1)])
-    assert all(path.suffix == ".tmp" for path in files(tmp_path))
-
-
-async def test_locks_do_not_grow_with_the_rollouts(tmp_path: Path) -> None:
-    store = LedgerStore(0, tmp_path)
-    for number in range(3 * STRIPES):
-        store.append(f"r{number}", call(1))
-    assert len(store._locks) == STRIPES
-    ledgers = await asyncio.gather(*(store.ledger(f"r{number}") for number in range(3 * STRIPES)))
-    assert all(ledger.calls == [call(1)] for ledger in ledgers)
+    assert files(tmp_path) == []
+    monkeypatch.undo()
+    store.append("r0", call(2))
+    await settle()
+    while store._spilling is not None:  # noqa: ASYNC110 - another's work
+        await asyncio.sleep(0.01)
+    assert store.cached_bytes == 0
+    assert await store.ledger("r0") == Ledger([call(0), call(1), call(2)])
 
 
 def left_over(folder: Path) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 from gym_servers.capture.cuts import prefix_of
 from gym_servers.capture.ledger import CallRecord, Ledger, Prefix, decode, encode
-from gym_servers.capture.store import Kept, LedgerStore
+from gym_servers.capture.store import Kept, LedgerStore, assembled
 from gym_servers.capture.tokens import Tokens
 from gym_servers.participants.base import Participant, RestorePlan, Scope, Survey
 from gym_servers.participants.cutting import CutAtEngine, Cutting
@@ -99,7 +99,7 @@ class ModelParticipant(Participant):
 
     async def _again(self, episode: Episode, kept: Kept) -> CallRecord:
         """A delivered reply once more; held like any other."""
-        record = await self._ledgers.record(episode.key, kept)
+        record = await self._ledgers.record(kept)
         await self.gate.wait_checkpoint_closed()
         self._check(episode)  # it may have been retired meanwhile
         return record
@@ -138,7 +138,7 @@ class ModelParticipant(Participant):
 
     async def _deliver(self, call: Call, parent: Kept | None, generate: Generate) -> CallRecord:
         if parent is not None:
-            call.parent = await self._ledgers.record(call.key, parent)
+            call.parent = await self._ledgers.record(parent)
         record = await generate(call)
         await self.gate.wait_checkpoint_closed()
         self._check(call.episode)  # it may have been retired while its reply was held
@@ -235,13 +235,17 @@ class ModelParticipant(Participant):
     async def export(self, scope: Scope) -> dict[str, bytes]:
         cut = self._cutting.prefixes
         keys = {*self._ledgers, *self._prefixes, *cut}
-        ledgers = {}
-        for key in sorted(keys):
-            if scope.covers(key):
-                ledgers[key] = await self._ledgers.ledger(key)
-                ledgers[key].prefixes = [*self._prefixes.get(key, ()), *cut.get(key, ())]
+        frozen = {
+            key: (self._ledgers.sources(key), [*self._prefixes.get(key, ()), *cut.get(key, ())])
+            for key in sorted(keys)
+            if scope.covers(key)
+        }
+
+        def encoded() -> dict[str, bytes]:
+            return {key: encode(key, Ledger(assembled(calls).calls, found)) for key, (calls, found) in frozen.items()}
+
         # Off the event loop, which serves the coordinator meanwhile; what a ledger holds is never changed.
-        return await asyncio.to_thread(lambda: {key: encode(key, ledger) for key, ledger in ledgers.items()})
+        return await asyncio.to_thread(encoded)
 
     def read(self, records: Mapping[str, bytes], plan: RestorePlan) -> dict[str, Ledger]:
         staged = {}
