@@ -162,14 +162,14 @@ async def test_versions_that_a_trainer_tells_vllm_are_overheard_once_it_has_take
             await JSONResponse({}, status)(scope, receive, send)
 
         engine.app._app = vllm
-        for path in ("/finish_weight_update", "/update_weight_version"):
+        for path, field in (("/finish_weight_update", "weight_version"), ("/update_weight_version", "new_version")):
             status = 500
-            await engine.say(path, {"weight_version": f"{path}-failed"}, {})
+            await engine.say(path, {field: f"{path}-failed"}, {})
             assert engine.app._weights.version != f"{path}-failed"
             status = 200
-            await engine.say(path, {"weight_version": path}, {})
+            await engine.say(path, {field: path}, {})
             assert engine.app._weights.version == path
-            for nothing in ({}, {"weight_version": None}, {"weight_version": 7}, []):
+            for nothing in ({}, {field: None}, {field: 7}, {"other": "x"}, []):
                 await engine.say(path, nothing, {})
             assert engine.app._weights.version == path
 

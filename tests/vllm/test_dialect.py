@@ -134,3 +134,72 @@ def test_a_template_that_refuses_a_conversation_says_why() -> None:
     refusing = open_dialect(config(chat_template="{{ raise_exception('roles must alternate') }}"))
     with pytest.raises(ValueError, match="roles must alternate"):
         refusing.render(Conversation((USER,)), None)
+
+
+# ---- read while it grows ------------------------------------------------------------------------------------
+
+THINKS = {
+    "defaults": {"role": "assistant"},
+    "start_anchor_pattern": r"<\|assistant\|>",
+    "fields": {
+        "reasoning_content": {"open": "step 1", "close": "now;", "content": "text"},
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close": END, "content": "text"},
+    },
+}
+REPLIES = [
+    SAID + END,
+    SAID + "\n" + SAID.removeprefix(LIST) + END,
+    LIST + "  \n " + SAID.removeprefix(LIST) + " and then " + END,
+    "The count is 5." + END,
+    "The count is 5.",
+    "<tool_call>{not json}</tool_call>" + END,
+    SAID[:-14],
+    "",
+    END,
+    "größer € 𝄞 ok" + END,
+]
+
+
+@pytest.mark.parametrize("text", REPLIES)
+@pytest.mark.parametrize("changes", [{}, {"response_template": "hermes"}, {"response_template": THINKS}])
+def test_what_is_certain_of_a_growing_reply_is_the_beginning_of_the_whole(changes: dict[str, Any], text: str) -> None:
+    """In any pieces, and whatever is stripped; the same tokens are read by both."""
+    dialect = open_dialect(config(**changes))
+    conversation = Conversation((USER,), tuple(CHAT_TOOLS))
+    prompt, tokens = dialect.render(conversation, None), ids(dialect, text)
+    message = dialect.parse(tokens, prompt, conversation, "stem")
+    if changes.get("response_template") is THINKS and not message.calls and "<tool_call>" in text:
+        return  # unreadable: it is text as a whole, which a stream says with an error
+    for size in (1, 2, 5, 1000):
+        reading, said = dialect.reading(prompt, conversation), {"content": "", "reasoning": ""}
+        assert reading is not None
+        for at in range(0, len(tokens), size):
+            for piece in reading.feed(tokens[at : at + size]):
+                said[piece.field] += piece.text
+        assert message.content.startswith(said["content"]), size
+        assert message.reasoning.startswith(said["reasoning"]), size
+
+
+def test_most_of_a_reply_is_certain_before_its_end(dialect: VllmDialect) -> None:
+    conversation = Conversation((USER,), tuple(CHAT_TOOLS))
+    prompt, tokens = dialect.render(conversation, None), ids(dialect, LIST)
+    reading = dialect.reading(prompt, conversation)
+    assert reading is not None
+    assert "".join(piece.text for piece in reading.feed(tokens)).strip() == LIST.strip()
+    thinking = open_dialect(config(response_template=THINKS)).reading(prompt, conversation)
+    assert thinking is not None
+    said = thinking.feed(tokens)
+    assert {piece.field for piece in said} == {"reasoning", "content"}
+
+
+def test_one_of_vllm_s_parsers_reads_whole_replies_only() -> None:
+    conversation = Conversation((USER,), tuple(CHAT_TOOLS))
+    dialect = open_dialect(config(tool_parser="hermes"))
+    assert dialect.reading(dialect.render(conversation, None), conversation) is None

@@ -16,6 +16,7 @@ from gym_servers.model.config import VllmConfig
 from gym_servers.model.conversation import Conversation, Message, ToolCall, arguments_text
 from gym_servers.model.dialect import Reading, call_id
 from gym_servers.model.response_templates import KNOWN
+from gym_servers.model.template_reading import TemplateReading, stripped_fields
 from gym_servers.stack.settings import SettingsError
 
 log = logging.getLogger("gym_servers")
@@ -27,10 +28,14 @@ Read = Callable[[str, Sequence[int], Conversation], Mapping[str, Any]]
 
 
 class VllmDialect:
-    """`tokenizer` is transformers'; `ends` are the tokens that end a turn; `read` takes a reply apart."""
+    """`tokenizer` is transformers'; `ends` are the tokens that end a turn; `read` takes a reply apart. `template`: it
+    is read by the tokenizer's response template, which can be done while it grows."""
 
-    def __init__(self, tokenizer: Any, ends: frozenset[int], read: Read, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, tokenizer: Any, ends: frozenset[int], read: Read, options: Mapping[str, Any], *, template: bool = False
+    ) -> None:
         self._tokenizer, self._ends, self._read, self._options = tokenizer, ends, read, dict(options)
+        self._template = template
 
     def render(self, conversation: Conversation, parent: CallRecord | None) -> list[int]:
         whole = self._rendered(conversation, len(conversation.messages))
@@ -78,7 +83,26 @@ class VllmDialect:
         return Message("assistant", str(found.get("content") or ""), calls, reasoning=str(reasoning))
 
     def reading(self, prompt: Sequence[int], conversation: Conversation) -> Reading | None:
-        return None
+        fast = getattr(self._tokenizer, "backend_tokenizer", None)
+        template = self._tokenizer.response_template if self._template else None
+        if fast is None or not isinstance(template, Mapping) or self._tokenizer.clean_up_tokenization_spaces:
+            return None
+        from tokenizers.decoders import DecodeStream
+
+        tools = [dict(tool) for tool in conversation.tools] or None
+        try:
+            parser = self._tokenizer.get_response_parser(prefix=list(prompt), tools=tools)
+        except Exception as error:  # what it cannot do piece by piece it may do as a whole
+            log.info("a reply cannot be read while it grows: %s", type(error).__name__)
+            return None
+        stream = DecodeStream(skip_special_tokens=False)
+        return TemplateReading(
+            parser.feed,
+            parser.initial_events,
+            lambda token: stream.step(fast, token),
+            self._ends,
+            stripped_fields(template),
+        )
 
 
 def _arguments(function: Mapping[str, Any]) -> str:
@@ -128,7 +152,8 @@ def open_dialect(config: VllmConfig) -> VllmDialect:
     if tokenizer.eos_token_id is None:
         raise SettingsError(f"the tokenizer {name} has no end-of-turn token")
     read = vllm_parser(config.tool_parser, tokenizer) if config.tool_parser else _template_reader(config, tokenizer)
-    return VllmDialect(tokenizer, frozenset({int(tokenizer.eos_token_id)}), read, config.chat_template_kwargs)
+    ends = frozenset({int(tokenizer.eos_token_id)})
+    return VllmDialect(tokenizer, ends, read, config.chat_template_kwargs, template=config.tool_parser is None)
 
 
 def _template_reader(config: VllmConfig, tokenizer: Any) -> Read:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from starlette.types import Message, Send
 
 LONGEST = 256
-TOLD_BY = {"/finish_weight_update": "weight_version", "/update_weight_version": "weight_version"}
+TOLD_BY = {"/finish_weight_update": "weight_version", "/update_weight_version": "new_version"}
 """vLLM's own requests that name a version, and the field that does."""
 
 

@@ -39,8 +39,15 @@ class Engine:
 
     def own_count(self) -> int:
         """Tokens that the engine itself says it has generated since it started."""
+        return self._metric("vllm:generation_tokens_total")
+
+    def running(self) -> int:
+        """Requests that the engine itself says it has, at work or waiting."""
+        return self._metric("vllm:num_requests_running") + self._metric("vllm:num_requests_waiting{")
+
+    def _metric(self, name: str) -> int:
         text = httpx.get(f"{self.url}/metrics", timeout=30.0, trust_env=False).text
-        lines = [line for line in text.splitlines() if line.startswith("vllm:generation_tokens_total")]
+        lines = [line for line in text.splitlines() if line.startswith(name)]
         return round(sum(float(line.rpartition(" ")[2]) for line in lines))
 
 
@@ -58,6 +65,7 @@ def running_engine(folder: Path, model: Path = MODEL) -> Iterator[Engine]:
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
+        "VLLM_SERVER_DEV_MODE": "1",  # trainers' routes
         JOURNAL: str(journal),
         "GYM_CUT_STORAGE": str(engine.storage),
         "GYM_CONTROL_TOKEN": engine.token,

@@ -1,0 +1,211 @@
+"""A policy server before a real engine, as clients and trainers use it: streams, weights, what is left running."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from gym_kit.local_run import LocalRun, followed
+from gym_servers.capture.inventory import VERSION_PATH
+from gym_servers.model.capture_routes import PREFIX
+from gym_servers.protocol import headers
+from gym_servers.stack.render import cell_folder
+from gym_servers.stack.settings import StackIdentity
+from gym_vllm.collect import manifest
+from gym_vllm.engine import NAME, Engine
+from gym_vllm.language import CHAT_TOOLS, rows_of_tests
+
+pytestmark = pytest.mark.timeout(2400)  # the first waits for the engine to start
+
+WORDS = "add 5 then add 6 then add 7 then get the count"
+CHAT: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": WORDS}], "tools": CHAT_TOOLS}
+LONG = {**CHAT, "max_tokens": 600, "ignore_eos": True}
+
+
+class Served(LocalRun):
+    """A cell that nobody drives but the test."""
+
+    patience = 240.0
+
+    def url(self, server: str) -> str:
+        found = json.loads((self.folder / "addresses.json").read_text())
+        return str(found[server])
+
+    @property
+    def pid(self) -> int:
+        return int((self.folder / "policy.pid").read_text())
+
+
+def undriven(folder: Path, engine: Engine) -> dict[str, Any]:
+    """A manifest whose cell has the engine's storage and token."""
+    folder.mkdir(parents=True)
+    document = manifest(folder, engine, 1, cut_at_engine=True)
+    del document["spec"]["collection"]
+    (folder / "control-token").write_text(engine.token)
+    document["spec"]["checkpoints"]["storage"] = {"directory": str(engine.storage)}
+    return document
+
+
+@asynccontextmanager
+async def served(folder: Path, engine: Engine) -> AsyncIterator[Served]:
+    document = undriven(folder, engine)
+    async with followed(document, folder) as cell:
+        run = Served(folder, cell, 0)
+        await run.in_service(0)
+        yield run
+
+
+def client(run: Served, rollout: str) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(
+        base_url=f"{run.url('policy')}/ng-rollout/{rollout}/v1",
+        api_key="none",
+        max_retries=0,
+        timeout=120.0,
+        http_client=openai.DefaultAsyncHttpxClient(trust_env=False),
+    )
+
+
+def http() -> httpx.AsyncClient:
+    return httpx.AsyncClient(timeout=120.0, trust_env=False)
+
+
+async def until(holds: Callable[[], object], seconds: float = 60.0) -> None:
+    give_up = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < give_up
+        await asyncio.sleep(0.05)
+
+
+async def stands_still(engine: Engine) -> bool:
+    """Whether the engine generates nothing: by its own counts."""
+    if engine.running():
+        return False
+    before = engine.own_count()
+    await asyncio.sleep(1.0)
+    return engine.own_count() == before
+
+
+async def test_openai_s_client_gets_a_chat_piece_by_piece(engine: Engine, folder: Path) -> None:
+    async with served(folder, engine) as run, client(run, "plain") as plain, client(run, "stream") as other:
+        whole = (await plain.chat.completions.create(**CHAT, temperature=0)).choices[0]
+        stream = await other.chat.completions.create(**CHAT, temperature=0, stream=True)
+        pieces, calls, finish, early = [], [], None, 0
+        async for chunk in stream:
+            (choice,) = chunk.choices
+            finish = choice.finish_reason or finish
+            calls += choice.delta.tool_calls or []
+            if choice.delta.content:
+                pieces.append(choice.delta.content)
+                early += any(one.key == "stream" and not one.ended for one in engine.generated())
+        assert early > 3, "nothing came before its generation had ended"
+        assert "".join(pieces) == whole.message.content
+        assert [(call.function.name, call.function.arguments) for call in calls] == [
+            (call.function.name, call.function.arguments) for call in whole.message.tool_calls
+        ]
+        assert finish == whole.finish_reason == "tool_calls"
+
+
+async def test_openai_s_client_gets_a_response_piece_by_piece(engine: Engine, folder: Path) -> None:
+    asked: dict[str, Any] = rows_of_tests()[0]["responses_create_params"]
+    async with served(folder, engine) as run, client(run, "plain") as plain, client(run, "stream") as other:
+        whole = await plain.responses.create(model=NAME, temperature=0, **asked)
+        deltas, last = [], None
+        async for event in await other.responses.create(model=NAME, temperature=0, stream=True, **asked):
+            last = event
+            if event.type == "response.output_text.delta":
+                deltas.append(event.delta)
+        assert last is not None and last.type == "response.completed"
+        assert len(deltas) > 3
+        assert "".join(deltas) == whole.output_text
+        assert [item.type for item in last.response.output] == [item.type for item in whole.output]
+
+
+async def test_a_model_server_that_dies_leaves_nothing_running_in_the_engine(engine: Engine, folder: Path) -> None:
+    async with served(folder, engine) as run, http() as asking:
+        body = {**LONG, "temperature": 0, "stream": True}
+        call = asyncio.ensure_future(asking.post(f"{run.url('policy')}/ng-rollout/x/v1/chat/completions", json=body))
+        await until(lambda: any(one.key == "x" and len(one.ids) > 20 for one in engine.generated()))
+        os.kill(run.pid, signal.SIGKILL)
+        killed = time.monotonic()
+        with suppress(httpx.TransportError):
+            await call
+        await until(lambda: not engine.running(), 5.0)
+        print(f"the engine has stopped {time.monotonic() - killed:.2f} s after the kill")
+        assert await stands_still(engine)
+        (stream,) = [one for one in engine.generated() if one.key == "x"]
+        assert len(stream.ids) < 600
+
+
+async def test_a_stream_of_a_replaced_attempt_is_stopped_though_its_reader_stands(
+    engine: Engine, folder: Path
+) -> None:
+    """As on a node that only its cluster has lost."""
+    async with served(folder, engine) as run, http() as asking:
+        identity = run.runner.host._settings["policy"]["stack"]
+        mine = cell_folder(StackIdentity.model_validate(identity), 0)
+        body = {"model": NAME, "prompt": [5, 6, 7], "max_tokens": 900, "ignore_eos": True, "stream": True}
+        body |= {"return_token_ids": True, "logprobs": 0}
+        named = {headers.TICKET: "kept", headers.ENGINE_ATTEMPT: f"{mine};0", "x-request-id": "kept/1.1"}
+        kept = asyncio.ensure_future(asking.post(f"{engine.url}/v1/completions", json=body, headers=named))
+        await until(lambda: any(one.key == "kept" and len(one.ids) > 5 for one in engine.generated()))
+        told = await asking.post(
+            f"{engine.url}/ng-control/v1/engine-attempt",
+            json={"folder": mine, "attempt": 1},
+            headers={"authorization": f"Bearer {engine.token}"},
+        )
+        assert told.json() == {"stopped": 1}
+        await until(lambda: not engine.running(), 5.0)
+        assert await stands_still(engine)
+        late = await asking.post(f"{engine.url}/v1/completions", json=body, headers=named)
+        assert late.status_code == 409
+        with suppress(httpx.TransportError):
+            await kept
+
+
+async def versions(run: Served, engine: Engine, rollout: str) -> list[dict[str, Any]]:
+    async with http() as asking:
+        reply = await asking.get(
+            f"{run.url('policy')}{PREFIX}/{rollout}/manifest", headers={"authorization": f"Bearer {engine.token}"}
+        )
+    (record,) = reply.raise_for_status().json()["records"]
+    found: list[dict[str, Any]] = record["weight_versions"]
+    return found
+
+
+async def test_c14_versions_that_a_trainer_tells_vllm_are_of_the_tokens_sampled_under_them(
+    engine: Engine, folder: Path
+) -> None:
+    """As trainers do it: generation is paused where it is, weights are changed and named, and it goes on."""
+    async with served(folder, engine) as run, http() as asking:
+
+        async def trainer(path: str, **body: str) -> None:
+            (await asking.post(f"{engine.url}{path}", json=body or None)).raise_for_status()
+
+        await trainer("/update_weight_version", new_version="step-1")
+        assert (await asking.get(f"{engine.url}/weight_info")).json() == {"weight_version": "step-1"}
+        assert (await asking.get(f"{engine.url}{VERSION_PATH}")).json() == {"version": "step-1"}
+        body = {**LONG, "temperature": 0}
+        call = asyncio.ensure_future(asking.post(f"{run.url('policy')}/ng-rollout/w/v1/chat/completions", json=body))
+        await until(lambda: any(one.key == "w" and len(one.ids) > 40 for one in engine.generated()))
+        await trainer("/pause?mode=keep")
+        await asyncio.sleep(0.5)
+        (stream,) = [one for one in engine.generated() if one.key == "w"]
+        before = len(stream.ids)
+        await trainer("/update_weight_version", new_version="step-2")
+        await trainer("/resume")
+        (await call).raise_for_status()
+        assert await versions(run, engine, "w") == [
+            {"version": "step-1", "start": 0, "end": before},
+            {"version": "step-2", "start": before, "end": 600},
+        ]
