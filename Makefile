@@ -7,7 +7,7 @@ VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 export PYTHONPATH := tests/kit
 
-.PHONY: help demo test test-vllm tiny-model check bench-operator faults mutants verify format image cluster down clean requirements
+.PHONY: help demo test test-vllm tiny-model check bench-operator bench-ledger faults mutants verify format image cluster down clean requirements
 
 help: ## What can be made
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1	\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
@@ -37,6 +37,9 @@ bench-operator: $(STAMP) ## What the operator costs: STACKS= CHECKPOINTS= SCHEDU
 
 faults: $(STAMP) ## Random faults against a whole cell: N= sequences, other ones each time
 	@PYTHONPATH=servers:tests/kit $(BIN)/python -W error -m gym_faults.run
+
+bench-ledger: $(STAMP) ## Memory, files and times of the capture ledger at 10,000 rollouts: build/bench/ledger.json
+	@PYTHONPATH=servers:tests/kit $(BIN)/python tests/bench/ledger.py
 
 mutants: $(STAMP) ## Does the random machine, alone, find each mutation of the product? N= SECONDS= ONLY=
 	@PYTHONPATH=servers:tests/kit $(BIN)/python -m gym_faults.mutate
