@@ -221,6 +221,16 @@ def test_a_manifest_of_another_form_says_what_is_wrong(tmp_path: Path, change: d
         local_stack({**STACK, **change}, tmp_path)
 
 
+def test_an_engine_is_not_started_here_and_it_says_where_to_name_one(tmp_path: Path) -> None:
+    servers = [
+        {**server, "server": "vllm", "config": {}} if server["kind"] == "model" else server
+        for server in STACK["spec"]["servers"]
+    ]
+    spec = {**STACK["spec"], "servers": servers, "inference": {"vllm": {"image": "vllm:1", "model": "m"}}}
+    with pytest.raises(SettingsError, match=r"starts no engine: leave spec\.inference out, and set config\.base_url"):
+        local_stack({**STACK, "spec": spec}, tmp_path)
+
+
 def test_more_than_one_cell_is_refused_here_with_what_to_write(tmp_path: Path) -> None:
     spec = {**STACK["spec"], "cells": 2}
     with pytest.raises(SettingsError, match="the local runner runs one cell, not 2: set cells: 1"):
