@@ -5,6 +5,8 @@
 ARG BASE_IMAGE=debian:trixie-slim
 
 FROM ${BASE_IMAGE} AS dependencies
+# served: with what the policy server of a model that vLLM serves needs as well.
+ARG REQUIREMENTS=runtime
 # The name for the user id is what `getpass.getuser()` and shells look for; the id is what Kubernetes checks.
 RUN if ! python3 -c 'import ensurepip, venv' 2>/dev/null; then \
       apt-get update \
@@ -14,7 +16,7 @@ RUN if ! python3 -c 'import ensurepip, venv' 2>/dev/null; then \
     && echo 'gym:x:65532:65532:gym:/tmp:/usr/sbin/nologin' >> /etc/passwd \
     && echo 'gym:x:65532:' >> /etc/group
 # Copied although it is mounted below as well: not every builder notices that a mounted file has changed.
-COPY requirements/runtime.txt /opt/gym/requirements.txt
+COPY requirements/${REQUIREMENTS}.txt /opt/gym/requirements.txt
 # pip lives in an environment of its own and stays out of the image. Bytecode is compiled without a check of the
 # source's time: a server that replaces a dead one should not spend its first moments looking at 2000 files.
 RUN --mount=type=bind,source=requirements,target=/requirements \

@@ -12,7 +12,7 @@ export PYTHONPATH := tests/kit
 help: ## What can be made
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1	\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
 
-demo: $(STAMP) ## The whole loop on a real Kubernetes: TASKS= ROLLOUTS= KILL= KILLS= DURING= CLUSTER= KEEP=
+demo: $(STAMP) $(if $(filter vllm,$(POLICY)),$(VLLM_STAMP)) ## The whole loop on a real Kubernetes: TASKS= ROLLOUTS= KILL= KILLS= DURING= POLICY= CLUSTER= KEEP=
 	@$(BIN)/python -m gym_kit.demo
 
 test: $(STAMP) ## All tests; the last line says what ran and what could not
@@ -62,10 +62,12 @@ down: $(STAMP)
 
 requirements: ## Lock again: needs uv; hashes, no index addresses
 	uv pip compile $(LOCK) pyproject.toml -o requirements/runtime.txt
+	uv pip compile $(HASHES) --universal --python-version 3.13 --extra vllm pyproject.toml -o requirements/served.txt
 	uv pip compile $(LOCK) --group dev --group cluster pyproject.toml -o requirements/dev.txt
 	uv pip compile $(BARE) --extra vllm --group dev --group vllm --override requirements/vllm-overrides.txt pyproject.toml \
 	  -o requirements/vllm.txt
-BARE := --quiet --python-version 3.11 --generate-hashes --no-emit-index-url --no-header
+HASHES := --quiet --generate-hashes --no-emit-index-url --no-header
+BARE := $(HASHES) --python-version 3.11
 LOCK := $(BARE) --universal
 
 clean:

@@ -27,7 +27,9 @@ from gym_kit.run import run, succeeds
 
 PROJECT = Path(__file__).parents[3]
 NAME = "localhost/gym-operator"
-SOURCES = ("Dockerfile", "pyproject.toml", "requirements/runtime.txt", "operator/gym_operator", "servers/gym_servers")
+SOURCES = ("Dockerfile", "pyproject.toml", "operator/gym_operator", "servers/gym_servers")
+MODELS = "/opt/gym/models"
+"""Where a test's image has the models that it was given."""
 KEPT_ARCHIVES = 3
 SUITE = "trixie"
 SUITE_PYTHON = "3.13"
@@ -48,9 +50,19 @@ class Image:
     archive: Path
 
 
-def build(progress: Progress, project: Path = PROJECT) -> Image:
-    """The image of the project as it lies there now. Raises KitError if it cannot be built."""
-    files = read_sources(project)
+def build(
+    progress: Progress,
+    project: Path = PROJECT,
+    *,
+    requirements: str = "runtime",
+    model: Mapping[str, bytes] | None = None,
+) -> Image:
+    """The image of the project as it lies there now, with one of the locks in requirements/, and with a model's files
+    for a test. Raises KitError if it cannot be built."""
+    files = read_sources(project, requirements)
+    if model is not None:
+        files["Dockerfile"] += f"\nCOPY models {MODELS}\n".encode()
+        files.update({f"models/{name}": data for name, data in model.items()})
     with_docker = docker_answers()
     key = content_key(files, "docker" if with_docker else _base_key())
     image = Image(f"{NAME}:{key}", cache_folder() / "images" / f"{key}.tar")
@@ -69,10 +81,10 @@ def build(progress: Progress, project: Path = PROJECT) -> Image:
     return image
 
 
-def read_sources(project: Path) -> dict[str, bytes]:
+def read_sources(project: Path, requirements: str = "runtime") -> dict[str, bytes]:
     """Content of every file that goes into the image, by its path in the project."""
     files: dict[str, bytes] = {}
-    for source in SOURCES:
+    for source in (*SOURCES, f"requirements/{requirements}.txt"):
         found = project / source
         if not found.exists():
             raise KitError(f"{found} is missing: the image cannot be built without it")
@@ -100,7 +112,8 @@ def _build(image: Image, files: Mapping[str, bytes], with_docker: bool, progress
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(content)
         if with_docker:
-            run(["docker", "build", "--tag", image.reference, context], timeout=TIMEOUT)
+            words = ["--build-arg", f"REQUIREMENTS={_requirements(context).stem}", "--tag", image.reference]
+            run(["docker", "build", *words, context], timeout=TIMEOUT)
             run(["docker", "save", "--output", archive, image.reference], timeout=TIMEOUT)
         else:
             _with_buildah(image.reference, context, archive, progress)
@@ -110,14 +123,22 @@ def _build(image: Image, files: Mapping[str, bytes], with_docker: bool, progress
 
 def _with_buildah(reference: str, context: Path, archive: Path, progress: Progress) -> None:
     base = _base_image(progress)
-    wheels = _wheels((context / "requirements/runtime.txt").read_bytes(), progress)
+    listed = _requirements(context)
+    wheels = _wheels(listed.read_bytes(), progress)
     shutil.copytree(wheels, context / "requirements/wheels", copy_function=os.link)
     with progress.step("layers"):
-        _buildah("build", "--layers", "--build-arg", f"BASE_IMAGE={base}", "--tag", reference, str(context))
+        given = ("--build-arg", f"BASE_IMAGE={base}", "--build-arg", f"REQUIREMENTS={listed.stem}")
+        _buildah("build", "--layers", *given, "--tag", reference, str(context))
     with progress.step("archive"):
         # The fastest that containerd takes in: the archive never leaves this machine.
         compression = ("--compression-format=zstd", "--compression-level=1")
         _buildah("push", "--quiet", *compression, reference, f"oci-archive:{archive}:{reference}")
+
+
+def _requirements(context: Path) -> Path:
+    """The lock that was put there."""
+    (found,) = (context / "requirements").glob("*.txt")
+    return found
 
 
 def _base_image(progress: Progress) -> str:
@@ -156,7 +177,7 @@ def _wheels(requirements: bytes, progress: Progress) -> Path:
     folder = cache_folder() / f"wheels-{hashlib.sha256(requirements).hexdigest()[:16]}"
     if not folder.is_dir():
         with progress.step("downloading wheels"), built_in_place(folder) as scratch:
-            listed = scratch.parent / "runtime.txt"
+            listed = scratch.parent / "listed.txt"
             listed.write_bytes(requirements)
             run([sys.executable, "-m", "pip", *download_words(listed, scratch, platform.machine())], timeout=TIMEOUT)
     return folder

@@ -40,6 +40,8 @@ def test_sources_leave_out_bytecode_and_name_what_is_missing(tmp_path: Path) -> 
         (tmp_path / name / "__pycache__/x.pyc").write_bytes(b"")
         (tmp_path / name / "code.py").write_text("")
 
+    with pytest.raises(KitError, match=r"requirements/served\.txt is missing"):
+        read_sources(tmp_path, "served")
     assert {*read_sources(tmp_path)} == {
         *("Dockerfile", "pyproject.toml", "requirements/runtime.txt"),
         *("operator/gym_operator/code.py", "servers/gym_servers/code.py"),
