@@ -52,11 +52,14 @@ class Engine:
 
 
 @contextmanager
-def running_engine(folder: Path, model: Path = MODEL) -> Iterator[Engine]:
-    """Start it and wait until it serves. Raises KitError with the end of its log where it does not."""
+def running_engine(
+    folder: Path, model: Path = MODEL, *, host: str = "127.0.0.1", python: Path | None = None
+) -> Iterator[Engine]:
+    """Start it and wait until it serves. `python` is of an environment with vLLM, this one by default. Raises
+    KitError with the end of its log where it does not."""
     port = free_ports(1)[0]
     journal = folder / "tokens.jsonl"
-    engine = Engine(f"http://127.0.0.1:{port}", Streams(journal), folder / "storage", "a-control-token")
+    engine = Engine(f"http://{host}:{port}", Streams(journal), folder / "storage", "a-control-token")
     engine.storage.mkdir(parents=True)
     environment = {
         **os.environ,
@@ -71,7 +74,7 @@ def running_engine(folder: Path, model: Path = MODEL) -> Iterator[Engine]:
         "GYM_CONTROL_TOKEN": engine.token,
     }
     arguments = [
-        *("--model", str(model), "--served-model-name", NAME, "--host", "127.0.0.1", "--port", str(port)),
+        *("--model", str(model), "--served-model-name", NAME, "--host", host, "--port", str(port)),
         *("--enforce-eager", "--dtype", "float32", "--max-model-len", "1024", "--max-num-seqs", "32"),
         *("--middleware", "gym_vllm.journal.TokenJournal"),
         *("--middleware", "gym_servers.worker.middleware.GenerationCut"),
@@ -79,7 +82,7 @@ def running_engine(folder: Path, model: Path = MODEL) -> Iterator[Engine]:
     log = folder / "vllm.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments],
+            [str(python or sys.executable), "-m", "vllm.entrypoints.openai.api_server", *arguments],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,

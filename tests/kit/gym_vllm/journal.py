@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gym_servers.capture.chunks import NoChunk, delta_of
+from gym_servers.protocol.digests import digest_of
+from gym_servers.protocol.identity import parse_key
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -68,13 +71,13 @@ class TokenJournal:
 
     def _write(self, entry: Mapping[str, Any]) -> None:
         with self._path.open("ab", buffering=0) as file:
-            file.write(json.dumps(entry).encode() + b"\n")
+            file.write(json.dumps({**entry, "time": time.time()}).encode() + b"\n")
 
 
 @dataclass
 class Generated:
     """One stream: whose it was, what it was given, and what it said. `key` is a capture key, `-` for none; `finish`
-    is None where it was broken off."""
+    is None where it was broken off; `times`: when how many tokens passed."""
 
     key: str
     position: str
@@ -82,6 +85,7 @@ class Generated:
     ids: list[int] = field(default_factory=list)
     ended: bool = False
     finish: str | None = None
+    times: list[tuple[float, int]] = field(default_factory=list)
 
 
 class Streams:
@@ -112,6 +116,33 @@ class Streams:
             return
         if entry["kind"] == "tokens":
             stream.ids += entry["ids"]
+            stream.times.append((entry["time"], len(entry["ids"])))
             stream.finish = entry["finish"]
         else:
             stream.ended = True
+
+
+def as_entries(streams: Sequence[Generated]) -> list[dict[str, Any]]:
+    """The streams as the scripted engine journals its own: a stream that goes on behind what another one had said is
+    of that one's prompt, and begins where it goes on."""
+    begun: dict[str, list[tuple[Generated, list[int]]]] = {}  # with the prompt that each began with
+    entries = []
+    for stream in streams:
+        rollout = parse_key(stream.key).rollout_id if stream.key != "-" else stream.key
+        known = begun.setdefault(rollout, [])
+        first = next((prompt for one, prompt in known if _goes_on(stream, one)), stream.prompt)
+        known.append((stream, first))
+        at, prompt = len(stream.prompt) - len(first), digest_of(first)
+        request = f"{stream.key}/{stream.position}"
+        for when, count in stream.times:
+            entry = {"kind": "tokens", "request": request, "prompt": prompt, "from": at, "count": count, "time": when}
+            entries.append({**entry, "last": False})
+            at += count
+    return entries
+
+
+def _goes_on(stream: Generated, other: Generated) -> bool:
+    """Whether it was given the other's prompt and some of what that one had said."""
+    size = len(other.prompt)
+    behind = stream.prompt[size:]
+    return stream.prompt[:size] == other.prompt and bool(behind) and other.ids[: len(behind)] == behind

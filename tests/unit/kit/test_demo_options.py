@@ -46,3 +46,12 @@ def test_tasks_that_cannot_be_used_are_refused_before_anything_is_begun(tmp_path
 def test_all_means_every_participant() -> None:
     assert set(Options(kill="all").servers) == {"env", "policy", "agent", "counter", "collection"}
     assert Options(kill="operator").servers == ["agent"]
+
+
+def test_vllm_has_rows_of_its_own() -> None:
+    assert from_environment({"POLICY": "vllm"}).policy == "vllm"
+    for given in ({"ROLLOUTS": "10"}, {"TASKS": __file__}):
+        with pytest.raises(KitError, match=r"leave TASKS and ROLLOUTS out|is not JSON"):
+            from_environment({"POLICY": "vllm", **given})
+    with pytest.raises(KitError, match="POLICY=gpt"):
+        from_environment({"POLICY": "gpt"})

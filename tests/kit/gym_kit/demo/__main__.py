@@ -24,7 +24,7 @@ def main() -> int:
         options, progress = from_environment(os.environ), Progress.to_stderr()
         with (
             tempfile.TemporaryDirectory(prefix="gym-demo-") as folder,
-            grounds(options.cluster, progress, Path(folder), keep=options.keep) as ready,
+            grounds(options.cluster, progress, Path(folder), keep=options.keep, policy=options.policy) as ready,
             staged(ready, options, progress) as stage,
             Watch() as watch,
         ):

@@ -26,13 +26,15 @@ SERVER_OF: Mapping[str, str] = {
 @dataclass(frozen=True)
 class Options:
     """`kills`: how often the target is killed, each time after the stack runs again. `during`: at work, while a
-    checkpoint is open, or while the recovery from a first kill runs."""
+    checkpoint is open, or while the recovery from a first kill runs. `policy`: who generates, the scripted engine or
+    a real vLLM with the tiny model."""
 
     cluster: Choice = "auto"
     kill: Kill = "agent"
     rollouts: int = 64
     tasks: Path | None = None
     kills: int = 1
+    policy: Literal["scripted", "vllm"] = "scripted"
     during: Literal["work", "checkpoint", "recovery"] = "work"
     keep: bool = False
     output: Path = Path("build/demo")
@@ -46,7 +48,7 @@ class Options:
 
 
 def from_environment(environment: Mapping[str, str]) -> Options:
-    """Options from TASKS, ROLLOUTS, KILL, KILLS, DURING, CLUSTER, KEEP. Raises KitError naming a wrong one."""
+    """Options from the variables that `make demo` takes. Raises KitError naming a wrong one."""
 
     def choice(name: str, default: str, allowed: tuple[str, ...]) -> str:
         value = environment.get(name) or default
@@ -68,12 +70,16 @@ def from_environment(environment: Mapping[str, str]) -> Options:
             raise KitError(f"TASKS={tasks} cannot be read: {error.strerror}") from error
         except TasksError as error:
             raise KitError(str(error)) from error
+    policy = cast(Literal["scripted", "vllm"], choice("POLICY", "scripted", ("scripted", "vllm")))
+    if policy == "vllm" and (tasks is not None or environment.get("ROLLOUTS")):
+        raise KitError("POLICY=vllm has rows of its own, which its tiny model knows: leave TASKS and ROLLOUTS out")
     return Options(
         cluster=cast(Choice, choice("CLUSTER", "auto", get_args(Choice))),
         kill=cast(Kill, choice("KILL", "agent", get_args(Kill))),
         rollouts=number("ROLLOUTS", 64),
         tasks=tasks,
         kills=number("KILLS", 1),
+        policy=policy,
         during=cast(
             Literal["work", "checkpoint", "recovery"], choice("DURING", "work", ("work", "checkpoint", "recovery"))
         ),

@@ -8,7 +8,7 @@ from typing import Any
 
 from gym_kit.demo.kube import Object
 from gym_kit.demo.options import Options
-from gym_kit.demo.scenario import Played, first_token, journal
+from gym_kit.demo.scenario import Played, first_token
 from gym_kit.demo.stage import STACK, Stage
 from gym_servers.proof.account import Account, account
 from gym_servers.proof.history import Cut, read_cut, sort_journal
@@ -21,7 +21,7 @@ MAX_RECOVERY_RATIO = 2.5
 def report(stage: Stage, options: Options, played: Played) -> dict[str, Any]:
     """Count a run. `ok` is true only if everything that was promised was seen."""
     cluster = stage.grounds.cluster
-    entries = [json.loads(line) for line in journal(stage.kube).splitlines()]
+    entries = stage.entries()
     rows = read_rows(stage)
     counted = account(stage.expected, rows, sort_journal(entries), restored_cuts(stage, played.stack))
     status = played.checkpoint["status"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -13,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gym_kit.demo.kube import Kube, Object, ready, wait
+from gym_kit.demo.kube import Object, ready, wait
 from gym_kit.demo.options import Options
 from gym_kit.demo.stage import OPERATOR_NAMESPACE, STACK, Stage
 from gym_kit.demo.table import Watch
@@ -168,13 +167,12 @@ class Scenario:
 
     def _at_work(self) -> bool:
         """Every second rollout has a tool effect behind it: there is something to continue."""
-        kinds = Counter(json.loads(line)["kind"] for line in journal(self._kube).splitlines())
+        kinds = Counter(entry["kind"] for entry in self._stage.entries())
         return 2 * kinds["effect"] >= self._stage.expected
 
     def _generating(self) -> bool:
         """A model call was seen under the attempt that runs now."""
-        entries = [json.loads(line) for line in journal(self._kube).splitlines()]
-        return first_token(entries, 0.0, self._attempt()) is not None
+        return first_token(self._stage.entries(), 0.0, self._attempt()) is not None
 
     def _complete(self) -> bool:
         return bool((self._cell().get("collection") or {}).get("complete"))
@@ -222,11 +220,3 @@ def first_token(entries: Sequence[Mapping[str, Any]], after: float, attempt: int
         and parse_key(str(entry["request"]).partition("/")[0]).attempt >= attempt
     ]
     return min(times, default=None)
-
-
-def journal(kube: Kube) -> bytes:
-    """The journal of the run, from the pod that was never killed."""
-    pods = kube.pods("app.kubernetes.io/component=journal,app.kubernetes.io/instance=demo")
-    if not pods:
-        raise KitError("the journal's pod is gone: nothing can be proved")
-    return kube.read_pod_url(pods[0]["metadata"]["name"], 8000, "entries")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import secrets
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,17 @@ from gym_servers.engine.rows import counter_rows
 from gym_servers.engine.script import tokens_of
 from gym_servers.stack.settings import S3Settings
 from gym_servers.storage.s3 import S3Credentials, S3Store
+from gym_vllm.engine import MODEL, NAME, Engine, running_engine
+from gym_vllm.journal import as_entries
+from gym_vllm.language import rows_of_tests
 
 OPERATOR_NAMESPACE = "gym-system"
 STACK = "demo"
 BUCKET = "gym-demo"
 SECRET = "demo-s3"
 HELM_SECONDS = 180.0
+VLLM_PYTHON = PROJECT / ".venv-vllm" / "bin" / "python"
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json")
 SHORTEST_ROLLOUT_SECONDS = 20.0
 
 
@@ -55,16 +61,27 @@ class Grounds:
 
 @dataclass(frozen=True)
 class Stage:
-    """Where one demonstration happens: a namespace of its own. `expected`: rollouts to be collected."""
+    """Where one demonstration happens: a namespace of its own. `expected`: rollouts to be collected. `engine`: the
+    vLLM that generates, beside the cluster; None for the scripted one in it."""
 
     grounds: Grounds
     kube: Kube
     expected: int
     tokens_per_second: int
+    engine: Engine | None = None
 
     def store(self, prefix: str) -> S3Store:
         bucket = self.grounds.bucket
         return S3Store(s3_settings(bucket, prefix), prefix, credentials(bucket))
+
+    def entries(self) -> list[dict[str, Any]]:
+        """The journal of the run: of tools and scripted engine in a pod that is never killed, of vLLM beside it."""
+        pods = self.kube.pods("app.kubernetes.io/component=journal,app.kubernetes.io/instance=demo")
+        if not pods:
+            raise KitError("the journal's pod is gone: nothing can be proved")
+        lines = self.kube.read_pod_url(pods[0]["metadata"]["name"], 8000, "entries").splitlines()
+        found = [json.loads(line) for line in lines]
+        return found if self.engine is None else [*found, *as_entries(self.engine.generated())]
 
     def install_stack(self, release: str, *, checkpoints: bool, tasks: str, concurrency: int) -> None:
         """`helm install` of a demonstration stack in this run's namespace."""
@@ -85,6 +102,8 @@ class Stage:
             },
             "recovery": {"backoffLimit": 20},
         }
+        if self.engine is not None:
+            values["servers"] = _servers(release, self.engine)
         self.grounds.install("gym-stack", release, self.kube.namespace, values)
 
     def uninstall_stack(self, release: str) -> None:
@@ -99,8 +118,28 @@ def credentials(bucket: SeaweedFS) -> S3Credentials:
     return S3Credentials(bucket.credentials.access_key, bucket.credentials.secret_key)
 
 
+def _servers(release: str, engine: Engine) -> list[dict[str, Any]]:
+    """The demonstration's servers, with a policy that vLLM serves."""
+    policy = {
+        "base_url": engine.url,
+        "model": NAME,
+        "tokenizer": image.MODELS,
+        "sampling": {"temperature": 0},
+        "max_tokens": 256,
+    }
+    journal = {"journal": f"http://{release}-journal:8000"}
+    return [
+        {"name": "env", "kind": "environment", "server": "single-agent-turn"},
+        {"name": "policy", "kind": "model", "server": "vllm", "config": policy},
+        {"name": "agent", "kind": "agent", "server": "simple-agent"},
+        {"name": "counter", "kind": "resources", "server": "counter", "config": journal},
+    ]
+
+
 @contextmanager
-def grounds(choice: Choice, progress: Progress, folder: Path, *, keep: bool = False) -> Iterator[Grounds]:
+def grounds(
+    choice: Choice, progress: Progress, folder: Path, *, keep: bool = False, policy: str = "scripted"
+) -> Iterator[Grounds]:
     """What demonstrations share; what this call started is cleared away unless `keep`.
 
     Raises KitError with what is missing.
@@ -111,7 +150,11 @@ def grounds(choice: Choice, progress: Progress, folder: Path, *, keep: bool = Fa
         if cluster.host_address is None:
             raise KitError("pods of this cluster have no known way to this machine: use CLUSTER=local or kind")
         with progress.step("image"):
-            built = image.build(progress)
+            if policy == "vllm":
+                tokenizer = {name: (MODEL / name).read_bytes() for name in TOKENIZER}
+                built = image.build(progress, requirements="served", model=tokenizer)
+            else:
+                built = image.build(progress)
             cluster.load_image(built.archive)
         with progress.step("S3 server"):
             bucket = SeaweedFS(folder / "s3", host=cluster.host_address)
@@ -141,9 +184,21 @@ def _with_operator(ready: Grounds, progress: Progress, keep: bool) -> Iterator[G
 @contextmanager
 def staged(on: Grounds, options: Options, progress: Progress) -> Iterator[Stage]:
     """A stage for one run; it is cleared away unless `options.keep`."""
+    with ExitStack() as beside:
+        engine = None
+        if options.policy == "vllm":
+            folder = Path(beside.enter_context(tempfile.TemporaryDirectory(prefix="gym-demo-vllm-")))
+            with progress.step("vLLM beside the cluster"):
+                host = on.cluster.host_address
+                assert host is not None  # `grounds` has seen to it
+                engine = beside.enter_context(running_engine(folder, host=host, python=VLLM_PYTHON))
+        yield from _staged(on, options, progress, engine)
+
+
+def _staged(on: Grounds, options: Options, progress: Progress, engine: Engine | None) -> Iterator[Stage]:
     kube = Kube(on.cluster.kubeconfig, f"gym-demo-{secrets.token_hex(3)}")
     lines = _tasks(options)
-    stage = Stage(on, kube, len(lines), _rate(lines))
+    stage = Stage(on, kube, len(lines), _rate(lines), engine)
     store = stage.store(kube.namespace)
     store.create("tasks.jsonl", b"".join(line + b"\n" for line in lines))
     store.create("one-task.jsonl", lines[0] + b"\n")
@@ -169,7 +224,8 @@ def staged(on: Grounds, options: Options, progress: Progress) -> Iterator[Stage]
 def _tasks(options: Options) -> list[bytes]:
     if options.tasks is not None:
         return [line for line in options.tasks.read_bytes().splitlines() if line.strip()]
-    return [json.dumps(row).encode() for row in counter_rows(options.rollouts, seed=1)]
+    rows = rows_of_tests() if options.policy == "vllm" else counter_rows(options.rollouts, seed=1)
+    return [json.dumps(row).encode() for row in rows]
 
 
 def _rate(lines: list[bytes]) -> int:
