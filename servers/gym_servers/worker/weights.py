@@ -50,7 +50,7 @@ class Telling:
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            kind = next((value for name, value in message["headers"] if name.lower() == b"content-type"), b"")
+            kind = next((value for name, value in message.get("headers", ()) if name.lower() == b"content-type"), b"")
             self._events = kind.startswith(b"text/event-stream")
         elif message["type"] == "http.response.body" and self._events and (body := message.get("body", b"")):
             if self._between and self._weights.version != self._told:
