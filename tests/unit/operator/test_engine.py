@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from gym_operator.api import names
+from gym_operator.api.stack import GymStack
 from gym_operator.rules.cell_status import Verdict
 from gym_operator.rules.engine_state import engine_told, with_engine
 from gym_operator.rules.observed import Engine
 from gym_operator.rules.pod_state import NO_CELL, PodState, observe
+from gym_operator.rules.spec_check import check_stack
 from gym_operator.rules.workloads import Manifest, StackContext, build_children
 from gym_servers.model.config import VllmConfig
 from gym_servers.stack.render import cell_folder, checkpoint_root
@@ -226,6 +230,15 @@ def test_refusals_say_what_to_write(
     change(with_vllm(spec_document))
     with pytest.raises(SpecError, match=says):
         parse_spec(spec_document)
+
+
+def test_the_example_is_a_whole_stack() -> None:
+    body = yaml.safe_load((Path(__file__).parents[3] / "examples" / "vllm.yaml").read_text())
+    body["metadata"] |= {"namespace": "team", "uid": "u"}
+    stack = check_stack(body)
+    assert isinstance(stack, GymStack), stack
+    context = StackContext(stack.identity, stack.spec, "gym-system")
+    assert VllmConfig.model_validate(policy_config(context)).base_url == "http://served-vllm:8000"
 
 
 # ---- what its pods mean --------------------------------------------------------------------------------------
