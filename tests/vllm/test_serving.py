@@ -42,6 +42,11 @@ class Served(LocalRun):
         found = json.loads((self.folder / "addresses.json").read_text())
         return str(found[server])
 
+    def generations(self) -> dict[str, int]:
+        """What the policy server says has become of calls."""
+        seen = self.runner.view.seen["policy"] if self.runner.view else None
+        return dict(seen.status.generations) if seen is not None and seen.status is not None else {}
+
     @property
     def pid(self) -> int:
         return int((self.folder / "policy.pid").read_text())
@@ -209,3 +214,19 @@ async def test_c14_versions_that_a_trainer_tells_vllm_are_of_the_tokens_sampled_
             {"version": "step-1", "start": 0, "end": before},
             {"version": "step-2", "start": before, "end": 600},
         ]
+
+
+async def test_c8_a_checkpoint_keeps_what_a_call_has_generated_however_slow_everything_is(
+    engine: Engine, folder: Path
+) -> None:
+    async with served(folder, engine) as run, http() as asking:
+        body = {**LONG, "temperature": 0}
+        call = asyncio.ensure_future(asking.post(f"{run.url('policy')}/ng-rollout/k/v1/chat/completions", json=body))
+        await until(lambda: any(one.key == "k" and len(one.ids) > 20 for one in engine.generated()))
+        taken = await run.runner.checkpoint("cut")
+        assert taken.publication.state == "published"
+        (stream,) = [one for one in engine.generated() if one.key == "k"]
+        assert not stream.ended
+        await until(lambda: run.generations().get("cut_kept") == 1)
+        assert run.generations()["cut_tokens"] >= 20
+        (await call).raise_for_status()
