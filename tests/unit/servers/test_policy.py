@@ -16,7 +16,7 @@ from gym_servers.model import chat_api, responses_api
 from gym_servers.model.carry import carried
 from gym_servers.model.config import VllmConfig
 from gym_servers.model.conversation import Conversation, Message, ToolCall, after
-from gym_servers.model.reply import Reply
+from gym_servers.model.reply import Head, Reply
 from gym_servers.model.sampling import continued, sampling_of, unfaithful
 from gym_servers.stack.settings import ServerSettings, SettingsError, StackIdentity, describe
 
@@ -35,7 +35,7 @@ MESSAGES = st.builds(
 
 
 def reply(message: Message) -> Reply:
-    return Reply("stem", "model", message, 3, 4, False, 0.0, {})
+    return Reply(Head("stem", "model", 0.0), message, 3, 4, False, {})
 
 
 @given(MESSAGES)
