@@ -39,7 +39,7 @@ faults: $(STAMP) ## Random faults against a whole cell: N= sequences, other ones
 	@PYTHONPATH=servers:tests/kit $(BIN)/python -W error -m gym_faults.run
 
 bench-ledger: $(STAMP) ## Memory, files and times of the capture ledger at 10,000 rollouts: build/bench/ledger.json
-	@PYTHONPATH=servers:tests/kit $(BIN)/python tests/bench/ledger.py
+	@$(BIN)/python -m gym_bench.ledger
 
 mutants: $(STAMP) ## Does the random machine, alone, find each mutation of the product? N= SECONDS= ONLY=
 	@PYTHONPATH=servers:tests/kit $(BIN)/python -m gym_faults.mutate

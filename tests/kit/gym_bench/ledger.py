@@ -42,7 +42,7 @@ AT_ONCE = 64
 MANIFESTS = 300
 IDLE_SECONDS = 5.0
 SURVEYS = 200
-OUTPUT = Path(__file__).parents[2] / "build" / "bench" / "ledger.json"
+OUTPUT = Path(__file__).parents[3] / "build" / "bench" / "ledger.json"
 
 
 def main() -> int:
@@ -120,7 +120,9 @@ class Rollout:
         return record
 
 
-async def measured(rollouts: int, cache_bytes: int, *, training: bool) -> dict[str, Any]:
+async def measured(
+    rollouts: int, cache_bytes: int, *, training: bool, idle_seconds: float = IDLE_SECONDS
+) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="gym-bench-ledger-") as folder:
         store = LedgerStore(cache_bytes, Path(folder))
         participant = ModelParticipant(Gate(coordinated=False), store)
@@ -131,7 +133,7 @@ async def measured(rollouts: int, cache_bytes: int, *, training: bool) -> dict[s
         await asyncio.sleep(1.0)  # what is being written is written
         manifests = await asked_for(app, rollouts)
         began = time.process_time()
-        await asyncio.sleep(IDLE_SECONDS)
+        await asyncio.sleep(idle_seconds)
         idle = time.process_time() - began
         began = time.perf_counter()
         for _ in range(SURVEYS):
@@ -152,7 +154,7 @@ async def measured(rollouts: int, cache_bytes: int, *, training: bool) -> dict[s
             "disk_files": len(blocks),
             "append_ms": percentiles(appends),
             "manifest_ms": percentiles(manifests),
-            "idle_cpu_percent": round(100 * idle / IDLE_SECONDS, 3),
+            "idle_cpu_percent": round(100 * idle / idle_seconds, 3),
             "survey_us": round(survey * 1e6, 1),
         }
 
