@@ -68,7 +68,7 @@ async def whole_life(rig: OperatedRig) -> None:
         for (resource, _, name), body in list(rig.kube.objects.items()):
             if resource == CHILDREN[kind]:
                 metadata = {**body["metadata"], "annotations": {names.APPLIED_DIGEST: "another"}}
-                if name in ("rig-agent", "rig-agent-0"):
+                if name in ("rig-agent", "rig-agent-0", "rig-servers", "rig-vllm"):
                     metadata["labels"] = {}  # so that no list by label shows it
                 rig.kube.set(resource, namespace, name, metadata=metadata)
     del rig.spec["collection"]
