@@ -6,10 +6,12 @@ import asyncio
 import json
 from pathlib import Path
 
+import pytest
+
 from gym_rig.cell import cell
 from gym_rig.network import Fault, Seen
 from gym_rig.virtual import now
-from gym_servers.coordination.record import Stage
+from gym_servers.coordination.record import CellRecord, Stage
 from gym_servers.engine.rows import counter_rows
 from gym_servers.protocol import messages as m
 
@@ -54,3 +56,26 @@ async def test_a_resume_that_is_repeated_does_not_open_the_process_that_took_the
         await rig.until(rig.complete)
         assert all(len(drivers) == 1 for drivers in senders.values()), senders
         assert rig.account(2).problems == []
+
+
+@pytest.mark.parametrize("landed", [True, False])
+async def test_a_recovery_whose_beginning_is_persisted_again_is_the_same_one(tmp_path: Path, landed: bool) -> None:
+    """The answer to the write was lost. Nobody may find two recoveries under one attempt, nor a number used up."""
+    async with cell(tmp_path, counter_rows(1, 1)) as rig:
+        await rig.until(lambda: rig.effects() >= 1)
+        save = rig.save
+
+        async def cut_off(record: CellRecord) -> None:
+            if landed:
+                await save(record)
+            raise ConnectionError("no answer")
+
+        rig.kill("agent")
+        rig.save = cut_off  # type: ignore[method-assign]
+        with pytest.raises(ConnectionError):
+            await rig.until(lambda: rig.controller.record.attempt)
+        await asyncio.sleep(5)
+        rig.save = save  # type: ignore[method-assign]
+        await rig.until(lambda: rig.running(attempt=1))
+        began = {one.started_at for record in rig.saved for one in record.recoveries}
+        assert (len(began), rig.controller.record.attempt) == (1, 1)

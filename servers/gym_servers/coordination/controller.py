@@ -75,7 +75,7 @@ class CellController:
         self._checkpoint: asyncio.Task[Outcome] | None = None
         self._restarts = BlockerRestarts(host.announce, self._update, wall)
         self._taking: Checkpoint | None = None
-        self._reserved: int | None = None
+        self._reserved: tuple[int, float] | None = None
         self._clocks: defaultdict[str, PeerClock] = defaultdict(PeerClock)
         self._rows = 0
         self._seen: Mapping[str, d.Seen] = {}
@@ -289,7 +289,7 @@ class CellController:
             return
         choice = await self._choice(record) if wish is None else wish.choice
         above = max(record.attempt, wish.above if wish is not None else 0)
-        attempt = self._reserved = await asyncio.to_thread(self._reserve, above)
+        attempt, started = self._reserved = await asyncio.to_thread(self._reserve, above, started)
         pins = record.pins
         # What is not pinned is fresh already, unless nothing is: then nobody knows who coordinated these processes.
         ended = {
@@ -334,13 +334,14 @@ class CellController:
         told = [c for c in self._clients if c.name in sessions and (names is None or c.name in names)]
         await asyncio.gather(*(dismiss(client, sessions[client.name]) for client in told))
 
-    def _reserve(self, above: int) -> int:
-        """An attempt number for a recovery: the one before, if it could not be persisted that it began. Else each
-        look would use one up for as long as that goes on. Blocks. Raises StorageError."""
+    def _reserve(self, above: int, started: float) -> tuple[int, float]:
+        """An attempt number for a recovery, and when that began: those of the one before, if it is not known that it
+        was persisted. Else each look would use a number up for as long as that goes on; and perhaps it was: then it
+        is the same recovery. Blocks. Raises StorageError."""
         cell = self._open_store(self.settings.root)
-        if self._reserved is not None and self._reserved > above and self._reserved == highest_attempt(cell):
+        if self._reserved is not None and self._reserved[0] > above and self._reserved[0] == highest_attempt(cell):
             return self._reserved
-        return reserve_attempt(cell, above, f"recovery-{secrets.token_hex(8)}")
+        return reserve_attempt(cell, above, f"recovery-{secrets.token_hex(8)}"), started
 
     async def _choice(self, record: CellRecord) -> Choice | None:
         async def passed_over(message: str) -> None:
