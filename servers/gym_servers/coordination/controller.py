@@ -133,6 +133,7 @@ class CellController:
                 await self._save(pins=dict(pins))
                 self._install = asyncio.create_task(self._put_into_service(restore=True))
             case d.Open():
+                await self._save()  # another coordinator may be replacing these already
                 self._install = asyncio.create_task(self._put_into_service(restore=False))
             case d.Recover(reason, planned):
                 await self._recover(reason, planned, seen)
@@ -384,13 +385,14 @@ class CellController:
             await self._save(stopped=stopped.model_copy(update={"stays": False}))
 
     async def _go_on(self) -> None:
-        """Nothing has ended: the same processes go on under the same attempt."""
+        """Nothing has ended: the same processes go on under the same attempt. Whoever is not resumed here is found
+        closed by the next look."""
         stopped = self.record.stopped
         if stopped is None:
             return
-        if not await resume_all(self._clients, stopped.checkpoint_id, self._wall() + TEND_SECONDS):
-            await self._save(stage=Stage.RUNNING, stopped=None)
-            await self._host.announce("Normal", "GoingOn", f"the cell goes on after checkpoint {stopped.name}")
+        await self._save(stage=Stage.RUNNING, stopped=None)
+        await self._host.announce("Normal", "GoingOn", f"the cell goes on after checkpoint {stopped.name}")
+        await resume_all(self._clients, stopped.checkpoint_id, self._wall() + TEND_SECONDS)
 
     # ---- checkpoints --------------------------------------------------------------------------------------
 
