@@ -20,7 +20,7 @@ from gym_servers.control.writes import RecordWrite
 from gym_servers.coordination.checkpoint import Checkpoint, CheckpointFailed, Progress, Request
 from gym_servers.coordination.client import ParticipantClient, Unreachable
 from gym_servers.coordination.order import PREPARE
-from gym_servers.coordination.verbs import forget_all, retire_all
+from gym_servers.coordination.verbs import forget_all, resume_all, retire_all
 from gym_servers.engine.rows import counter_rows
 from gym_servers.protocol import messages as m
 from gym_servers.protocol.errors import ProtocolError
@@ -214,7 +214,7 @@ async def test_a_checkpoint_that_stops_leaves_everybody_closed_for_as_long_as_it
             await asyncio.sleep(GRACE * 4)
             assert phases(rig) == {Phase.COMMITTED}
         assert rig.effects() == effects
-        assert await taken.abort() == {}
+        assert await resume_all([rig.client(name) for name in NAMES], "cp", now() + 10) == {}
         assert phases(rig) == {Phase.IDLE}
         await to_the_end(rig, continued=0)
 
@@ -503,7 +503,7 @@ async def test_nothing_is_freed_by_a_checkpoint_that_is_not_published_or_that_st
                 await taken.take()
         else:
             await taken.take()
-            await taken.abort()
+            await resume_all([rig.client(name) for name in rig.settings], "cp", now() + 10)
         assert (await run(rig, "x", 1)).json()["result"]["reward"] == 1.0
 
 

@@ -106,11 +106,6 @@ class Checkpoint:
         async with leased(lambda: self._closed, self._request.checkpoint_id, self._request.lease_grace):
             yield
 
-    async def abort(self) -> dict[str, str]:
-        """After `take` with `stop`: the processes are not replaced after all, so they go on; name -> what went
-        wrong. The checkpoint stays published."""
-        return await self._resume()
-
     async def _after_death(self) -> Outcome:
         failure = CheckpointFailed(
             "ParticipantDied", self.death or "a participant died while the checkpoint was open"
