@@ -119,24 +119,28 @@ async def test_a_good_storage_is_proved_again_and_again(stack: Stack, faulty: Fa
 @pytest.mark.parametrize(
     ("fault", "reason", "words"),
     [
-        (refusing(503, "SlowDown"), Reason.STORAGE_BUSY, "asks for fewer requests; wait, or give it more capacity"),
-        (faults.late(3), Reason.STORAGE_SLOW, "did not answer in time"),
-        (faults.cutting(reading()), Reason.STORAGE_UNREACHABLE, "the connection was cut"),
-        (refusing(507, "InsufficientStorage", writing()), Reason.STORAGE_FULL, "free space or raise the quota"),
-        (refusing(403, "QuotaExceeded", writing()), Reason.STORAGE_FULL, "free space or raise the quota"),
-        (refusing(500, "InternalError", writing()), Reason.STORAGE_FAILED, "check its health and free space"),
-        (refusing(403, "AccessDenied", writing()), Reason.ACCESS_DENIED, "check the bucket policy"),
-        (refusing(403, "AccessDenied", lambda a: "list-type" in a.path), Reason.ACCESS_DENIED, "bucket policy"),
+        (refusing(503, "SlowDown"), StorageProblem.BUSY, "asks for fewer requests; wait, or give it more capacity"),
+        (faults.late(3), StorageProblem.SLOW, "did not answer in time"),
+        (faults.cutting(reading()), StorageProblem.UNREACHABLE, "the connection was cut"),
+        (refusing(507, "InsufficientStorage", writing()), StorageProblem.FULL, "free space or raise the quota"),
+        (refusing(403, "QuotaExceeded", writing()), StorageProblem.FULL, "free space or raise the quota"),
+        (refusing(500, "InternalError", writing()), StorageProblem.FAILED, "check its health and free space"),
+        (refusing(403, "AccessDenied", writing()), StorageProblem.ACCESS_DENIED, "check the bucket policy"),
+        (
+            refusing(403, "AccessDenied", lambda a: "list-type" in a.path),
+            StorageProblem.ACCESS_DENIED,
+            "bucket policy",
+        ),
         (
             refusing(400, "AuthorizationHeaderMalformed", more="<Region>eu-west-1</Region>"),
-            Reason.REGION_WRONG,
+            StorageProblem.REGION_WRONG,
             "the bucket is in another region; set `region` to eu-west-1",
         ),
-        (refusing(403, "RequestTimeTooSkewed"), Reason.CLOCK_SKEWED, "set them right"),
-        (refusing(403, "ExpiredToken"), Reason.CREDENTIALS_REFUSED, "the session token has ended"),
+        (refusing(403, "RequestTimeTooSkewed"), StorageProblem.CLOCK_SKEWED, "set them right"),
+        (refusing(403, "ExpiredToken"), StorageProblem.CREDENTIALS_REFUSED, "the session token has ended"),
         (
             refusing(501, "NotImplemented", lambda a: "if-none-match" in a.headers),
-            Reason.CREATE_ONLY_UNSUPPORTED,
+            StorageProblem.CREATE_ONLY_UNSUPPORTED,
             "does not implement create-only writes (If-None-Match)",
         ),
     ],
@@ -154,35 +158,35 @@ async def test_each_failure_has_a_reason_of_its_own_and_says_what_to_do(
 
 async def test_wrong_keys_are_told_apart_and_never_shown(s3: SeaweedFS, prefix: str) -> None:
     unknown = await Stack(prefix, s3.endpoint, Credentials("NOBODY", "very-secret-key")).found()
-    assert (unknown.reason, unknown.ok) == (Reason.CREDENTIALS_REFUSED, False)
+    assert (unknown.reason, unknown.ok) == (StorageProblem.CREDENTIALS_REFUSED, False)
     assert "the access key is unknown; check the credentials secret" in unknown.message
     wrong = await Stack(prefix, s3.endpoint, Credentials(s3.credentials.access_key, "very-secret-key")).found()
-    assert (wrong.reason, wrong.ok) == (Reason.CREDENTIALS_REFUSED, False)
+    assert (wrong.reason, wrong.ok) == (StorageProblem.CREDENTIALS_REFUSED, False)
     assert "the secret key is wrong; check the credentials secret" in wrong.message
     assert "very-secret-key" not in unknown.message + wrong.message
 
 
 async def test_a_missing_bucket_is_named(s3: SeaweedFS, prefix: str) -> None:
     found = await Stack(prefix, s3.endpoint, s3.credentials, bucket="no-such-bucket").found()
-    assert found.reason is Reason.BUCKET_MISSING
+    assert found.reason is StorageProblem.BUCKET_MISSING
     assert "no-such-bucket" in found.message and "create it or correct its name" in found.message
 
 
 async def test_nobody_at_the_endpoint_is_named(s3: SeaweedFS, prefix: str) -> None:
     found = await Stack(prefix, "http://127.0.0.1:9", s3.credentials).found()
-    assert found.reason is Reason.STORAGE_UNREACHABLE
+    assert found.reason is StorageProblem.UNREACHABLE
     assert "the endpoint cannot be reached; check `endpoint`" in found.message
 
 
 async def test_an_endpoint_that_is_no_address_is_named(s3: SeaweedFS, prefix: str) -> None:
     found = await Stack(prefix, "http://not an address", s3.credentials).found()
-    assert found.reason is Reason.STORAGE_UNREACHABLE
+    assert found.reason is StorageProblem.UNREACHABLE
     assert "`endpoint` is not an address such as https://s3.example:9000" in found.message
 
 
 async def test_an_endpoint_without_tls_is_named(faulty: FaultyS3, s3: SeaweedFS, prefix: str) -> None:
     found = await Stack(prefix, faulty.endpoint.replace("http:", "https:"), s3.credentials).found()
-    assert found.reason is Reason.CERTIFICATE_REFUSED
+    assert found.reason is StorageProblem.CERTIFICATE_REFUSED
     assert "or it speaks no TLS" in found.message
 
 
@@ -195,7 +199,7 @@ async def test_a_fault_of_ours_is_said_and_the_storage_tried_again(
     with monkeypatch.context() as patched:
         patched.setattr(storage_effects, "probe", fault)
         found = await stack.found()
-    assert found.reason is Reason.STORAGE_FAILED
+    assert found.reason is StorageProblem.FAILED
     assert "the operator's log says why" in found.message and "secret" not in found.message
     assert (await stack.found()).ok
 
@@ -206,7 +210,7 @@ async def test_a_server_that_ignores_create_only_writes_is_refused(
     client = s3.client()
     faulty.fault = faults.overwriting(lambda key: client.delete_object(Bucket="gym", Key=key.removeprefix("gym/")))
     found = await stack.found()
-    assert (found.ok, found.reason) == (False, Reason.CREATE_ONLY_UNSUPPORTED)
+    assert (found.ok, found.reason) == (False, StorageProblem.CREATE_ONLY_UNSUPPORTED)
     assert "set spec.checkpoints.enabled to false" in found.message
     faulty.heal()
     client.close()
@@ -248,7 +252,7 @@ async def test_s1_a_server_that_stores_checksum_trailers_inside_the_body_is_foun
 ) -> None:
     faulty.fault = faults.changing(faults.with_trailer, reading())
     found = await stack.found()
-    assert (found.ok, found.reason) == (False, Reason.BYTES_CHANGED)
+    assert (found.ok, found.reason) == (False, StorageProblem.BYTES_CHANGED)
     assert "came back with other bytes" in found.message and "update the storage server" in found.message
 
 
@@ -311,7 +315,7 @@ async def test_s3_a_virtual_host_names_the_bucket(faulty: FaultyS3, s3: SeaweedF
         assert {asked.headers["host"] for asked in faulty.asked} == {f"gym.localhost:{port}"}
         assert not any(asked.path.startswith("/gym") for asked in faulty.asked)
     else:
-        assert found.reason is Reason.STORAGE_UNREACHABLE
+        assert found.reason is StorageProblem.UNREACHABLE
 
 
 # ---- S4 -----------------------------------------------------------------------------------------------------
@@ -330,12 +334,12 @@ async def test_s4_an_own_authority_is_trusted_by_its_secret_and_rotated_without_
     young, next_certificate = authority(tmp_path / "young")
     with FaultyS3(s3.endpoint, certificate) as faulty:
         stranger = await Stack(prefix, faulty.endpoint, s3.credentials).found()
-        assert stranger.reason is Reason.CERTIFICATE_REFUSED
+        assert stranger.reason is StorageProblem.CERTIFICATE_REFUSED
         assert "give its authority in `caSecret`" in stranger.message
 
         stack = Stack(prefix, faulty.endpoint, s3.credentials, caSecret="authority")
         missing = await stack.found()
-        assert missing.reason is Reason.CERTIFICATE_REFUSED
+        assert missing.reason is StorageProblem.CERTIFICATE_REFUSED
         assert "there is no Secret authority in this namespace; create it with the keys ca.crt" in missing.message
         stack.secret("authority", ca__crt="not a certificate")
         assert "in PEM form" in (await stack.found()).message
@@ -344,11 +348,11 @@ async def test_s4_an_own_authority_is_trusted_by_its_secret_and_rotated_without_
 
         faulty.trust(next_certificate)
         faulty.hang_up()
-        assert (await stack.found()).reason is Reason.CERTIFICATE_REFUSED
+        assert (await stack.found()).reason is StorageProblem.CERTIFICATE_REFUSED
         stack.secret("authority", ca__crt=young)
         assert (await stack.found()).ok
         stack.secret("authority", ca__crt=old)
-        assert (await stack.found()).reason is Reason.CERTIFICATE_REFUSED, (
+        assert (await stack.found()).reason is StorageProblem.CERTIFICATE_REFUSED, (
             "what was taken out is not trusted any more"
         )
 
@@ -370,7 +374,7 @@ async def test_s6_of_two_clusters_with_one_prefix_the_second_writes_and_deletes_
     copy.storage._owner = owner("cluster-b")
     faulty.asked.clear()
     found = await copy.found()
-    assert (found.ok, found.reason) == (False, Reason.OWNED_BY_ANOTHER)
+    assert (found.ok, found.reason) == (False, StorageProblem.OWNED_BY_ANOTHER)
     assert "cluster-a" in found.message and "give the stack another prefix" in found.message
     assert [asked for asked in faulty.asked if asked.method not in ("GET", "HEAD")] == []
     with pytest.raises(StorageError) as refused:
@@ -471,13 +475,13 @@ async def test_encryption_is_asked_for_with_every_write(
 async def test_encryption_that_the_server_refuses_is_named(faulty: FaultyS3, s3: SeaweedFS, prefix: str) -> None:
     faulty.fault = refusing(501, "NotImplemented", lambda asked: "x-amz-server-side-encryption" in asked.headers)
     found = await Stack(prefix, faulty.endpoint, s3.credentials, encryption={"type": "SSE-S3"}).found()
-    assert found.reason is Reason.ENCRYPTION_REFUSED
+    assert found.reason is StorageProblem.ENCRYPTION_REFUSED
     assert "change `encryption`" in found.message
 
 
 async def test_new_keys_in_the_secret_are_used_at_once(faulty: FaultyS3, s3: SeaweedFS, prefix: str) -> None:
     stack = Stack(prefix, faulty.endpoint, Credentials("REVOKED", "gone"))
-    assert (await stack.found()).reason is Reason.CREDENTIALS_REFUSED
+    assert (await stack.found()).reason is StorageProblem.CREDENTIALS_REFUSED
     store = stack.store()
     stack.secret("keys", **keys(s3.credentials))
     assert (await stack.found()).ok
@@ -567,4 +571,4 @@ async def test_each_documented_right_is_needed(stack: Stack, faulty: FaultyS3, p
     policy["Objects"]["Action"] = [action for action in policy["Objects"]["Action"] if action != taken]
     policy["Listing"]["Action"] = "" if policy["Listing"]["Action"] == taken else policy["Listing"]["Action"]
     faulty.fault = only_what_it_allows(policy)
-    assert (await stack.found()).reason is Reason.ACCESS_DENIED
+    assert (await stack.found()).reason is StorageProblem.ACCESS_DENIED

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field, StringConstraints
 
 from gym_operator.api.objects import StatusModel, Timestamp, clip, format_time
+from gym_servers.storage.store import StorageProblem
 
 ConditionStatus = Literal["True", "False", "Unknown"]
 
@@ -55,25 +56,9 @@ class ConditionReason(StrEnum):
     # Its engine
     ENGINE_SERVES = "EngineServes"
     ENGINE_NOT_READY = "EngineNotReady"
-    # Its storage: these, and one for each gym_servers.storage.store.StorageProblem.
+    # Its storage: these, and what is wrong with it in the words of StorageProblem.
     STORAGE_UNPROVED = "StorageUnproved"
     STORAGE_REACHABLE = "StorageReachable"
-    STORAGE_FAILED = "StorageFailed"
-    STORAGE_UNREACHABLE = "StorageUnreachable"
-    STORAGE_SLOW = "StorageSlow"
-    STORAGE_BUSY = "StorageBusy"
-    STORAGE_FULL = "StorageFull"
-    CREDENTIALS_MISSING = "CredentialsMissing"
-    CREDENTIALS_REFUSED = "CredentialsRefused"
-    CLOCK_SKEWED = "ClockSkewed"
-    ACCESS_DENIED = "AccessDenied"
-    BUCKET_MISSING = "BucketMissing"
-    REGION_WRONG = "RegionWrong"
-    CERTIFICATE_REFUSED = "CertificateRefused"
-    ENCRYPTION_REFUSED = "EncryptionRefused"
-    CREATE_ONLY_UNSUPPORTED = "CreateOnlyUnsupported"
-    BYTES_CHANGED = "BytesChanged"
-    OWNED_BY_ANOTHER = "OwnedByAnother"
     CHECKPOINTS_DISABLED = "CheckpointsDisabled"
     CHECKPOINT_RUNNING = "CheckpointRunning"
     IDLE = "Idle"
@@ -105,6 +90,10 @@ class ConditionReason(StrEnum):
     SCHEDULED = "Scheduled"
     OVERLAP = "Overlap"
     TOO_LATE = "TooLate"
+
+
+AnyReason = ConditionReason | StorageProblem
+"""Also what is wrong with a storage, which has words of its own."""
 
 
 class Condition(StatusModel):

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from gym_operator.api import names
 from gym_operator.api.checkpoint import TERMINAL, CheckpointSource, CheckpointStatus, GymCheckpoint
-from gym_operator.api.conditions import ConditionReason
+from gym_operator.api.conditions import AnyReason, ConditionReason
 from gym_operator.api.event_reasons import Afterwards
 from gym_operator.effects.cache import Key, key_of
 from gym_operator.effects.events import Subject
@@ -147,7 +147,7 @@ class Adoptions:
                 await self._fail(writer, ConditionReason.SOURCE_INVALID, f"{uri}: {error.detail}")
                 return
             except StorageError as error:
-                await self._trouble(writer, ConditionReason(error.problem.value), str(error))
+                await self._trouble(writer, error.problem, str(error))
                 return
             status = writer.status.model_copy(
                 update={
@@ -166,7 +166,7 @@ class Adoptions:
         except Superseded:
             self._writers.pop(writer.uid, None)
 
-    async def _trouble(self, writer: CheckpointWriter, reason: ConditionReason, message: str) -> None:
+    async def _trouble(self, writer: CheckpointWriter, reason: AnyReason, message: str) -> None:
         """Wait for what only a person can mend, and not for ever."""
         now = self._monotonic()
         since = self._troubled.setdefault(writer.uid, now)
@@ -176,7 +176,7 @@ class Adoptions:
         else:
             await writer.put(phases.waiting(writer.status, _WHOLE, reason, message, self._at(writer)))
 
-    async def _fail(self, writer: CheckpointWriter, reason: ConditionReason, message: str) -> None:
+    async def _fail(self, writer: CheckpointWriter, reason: AnyReason, message: str) -> None:
         await self._end(writer, phases.failed(writer.status, reason, message, self._at(writer)))
 
     def _at(self, writer: CheckpointWriter) -> phases.At:

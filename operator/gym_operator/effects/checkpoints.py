@@ -17,7 +17,7 @@ from typing import Any, Final, Literal
 
 from gym_operator.api import names
 from gym_operator.api.checkpoint import TERMINAL, CheckpointStatus, GymCheckpoint
-from gym_operator.api.conditions import ConditionReason
+from gym_operator.api.conditions import AnyReason, ConditionReason
 from gym_operator.api.objects import format_time
 from gym_operator.api.stack import LastCheckpoint
 from gym_operator.effects import checkpoint_part as parts
@@ -181,7 +181,7 @@ class Checkpoints:
         sides = {part.index: cells.get(part.index, _GONE) for part in left}
         idle = not self._under_way and not any(side.situation.free for side in sides.values())
         last = idle and len(left) < len(among)
-        held: list[tuple[Part, ConditionReason, str]] = []
+        held: list[tuple[Part, AnyReason, str]] = []
         for part in left:
             side = sides[part.index]
             phase = phases.part_of(writer.status, part.index).phase
@@ -374,7 +374,7 @@ def _last(name: str, publication: Publication, uri: str, digest: str) -> LastChe
     )
 
 
-def _waiting(part: Part, reason: ConditionReason, message: str) -> parts.Change:
+def _waiting(part: Part, reason: AnyReason, message: str) -> parts.Change:
     return lambda status: phases.waiting(status, part.which, reason, message, part.at)
 
 

@@ -141,8 +141,7 @@ class Disposal:
         except StorageError as error:
             since = self._failing_since.setdefault(entry.uid, self._monotonic())
             if not rules.gives_up(self._monotonic() - since, error.problem):
-                reason = ConditionReason(error.problem.value)
-                await writer.put(phases.deleting(writer.status, reason, str(error), writer.generation))
+                await writer.put(phases.deleting(writer.status, error.problem, str(error), writer.generation))
                 return
             left = ", ".join(uri for uri, _ in claims)
             self._say(

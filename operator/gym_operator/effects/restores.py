@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from gym_operator.api import names
-from gym_operator.api.conditions import ConditionReason
+from gym_operator.api.conditions import AnyReason, ConditionReason
 from gym_operator.api.restore import Continued, GymRestore, RestoreCell, RestoredCheckpoint, RestoreStatus
 from gym_operator.effects.cache import Key, key_of
 from gym_operator.effects.events import Level, Subject
@@ -144,7 +144,7 @@ class Restores:
         except ProtocolError as error:
             return await self._fail(writer, ConditionReason.SOURCE_INVALID, error.detail)
         except StorageError as error:
-            return await self._trouble(writer, ConditionReason(error.problem.value), str(error))
+            return await self._trouble(writer, error.problem, str(error))
         self._troubled = None
         return await self._begin(writer, parts, cells, participants, taking)
 
@@ -332,10 +332,10 @@ class Restores:
 
     # ---- its status ---------------------------------------------------------------------------------------
 
-    async def _wait(self, writer: RestoreWriter, reason: ConditionReason, message: str) -> None:
+    async def _wait(self, writer: RestoreWriter, reason: AnyReason, message: str) -> None:
         await writer.put(rules.waiting(writer.status, reason, message, writer.generation, self._wall()))
 
-    async def _trouble(self, writer: RestoreWriter, reason: ConditionReason, message: str) -> bool:
+    async def _trouble(self, writer: RestoreWriter, reason: AnyReason, message: str) -> bool:
         """Wait for what only a person can mend, and not for ever."""
         now = self._monotonic()
         if self._troubled is None or self._troubled[0] != writer.uid:

@@ -95,7 +95,7 @@ class StackStorage:
         self._spec: StorageSpec | None = None
         self._root = ""
         self._access = AccessSource(S3Access())
-        self._missing: Storage | None = None
+        self._missing: StorageError | None = None
         self._bucket: ObjectStore | None = None
         self._secrets_due = self._probe_due = float("-inf")
         self._probe: asyncio.Task[None] | None = None
@@ -113,7 +113,7 @@ class StackStorage:
             await self._read_secrets(spec.s3)
             self._secrets_due = now + SECRET_SECONDS
         if self._missing is not None:
-            self.state = self._missing
+            self.state = _bad(self._missing)
         elif now >= self._probe_due and (self._probe is None or self._probe.done()):
             self._probe_due = float("inf")  # until this one has ended
             self._probe = asyncio.create_task(self._look())
@@ -127,7 +127,7 @@ class StackStorage:
     def open(self, uri: str) -> ObjectStore:
         """The store at `uri`. Blocks. Raises StorageError."""
         if self._missing is not None:
-            raise StorageError(self._missing.message, StorageProblem(self._missing.reason.value))
+            raise StorageError(str(self._missing), self._missing.problem)
         s3 = self._spec.s3 if self._spec else None
         if s3 is None or not uri.startswith(f"s3://{s3.bucket}/"):
             return open_store(uri, s3_settings(s3) if s3 else None, self._access)
@@ -164,7 +164,7 @@ class StackStorage:
         except Exception:  # a fault of ours: said, and tried again like any other
             log.exception("the storage at %s could not be tried", self._root)
             message = f"{self._root} could not be tried; the operator's log says why"
-            self.state = Storage(False, ConditionReason.STORAGE_FAILED, message)
+            self.state = Storage(False, StorageProblem.FAILED, message)
         else:
             done = f"{self._root} was written, read back with the same bytes, and refused a second creation"
             self.state = Storage(True, ConditionReason.STORAGE_REACHABLE, done)
@@ -178,7 +178,7 @@ class StackStorage:
             credentials = await self._credentials(s3.credentials_secret) if s3 and s3.credentials_secret else None
             ca = await self._authorities(s3.ca_secret) if s3 and s3.ca_secret else None
         except StorageError as error:
-            self._missing = _bad(error)
+            self._missing = error
             return
         access = S3Access(credentials, ca)
         if self._missing is not None or access != self._access.current():
@@ -226,7 +226,7 @@ class StackStorage:
 
 
 def _bad(error: StorageError) -> Storage:
-    return Storage(False, ConditionReason(error.problem.value), str(error))
+    return Storage(False, error.problem, str(error))
 
 
 def _decoded(data: Mapping[str, Any], key: str) -> str:

@@ -22,7 +22,7 @@ from gym_operator.api.checkpoint import (
     CheckpointPhase,
     CheckpointStatus,
 )
-from gym_operator.api.conditions import ConditionReason, ConditionStatus, ConditionType
+from gym_operator.api.conditions import AnyReason, ConditionReason, ConditionStatus, ConditionType
 from gym_operator.api.objects import clip, format_time
 from gym_operator.rules.conditions import put
 from gym_servers.protocol.messages import Blocker as ProtocolBlocker
@@ -104,9 +104,7 @@ def has_begun(status: CheckpointStatus) -> bool:
     return any(part.phase in OPEN or part.uri is not None for part in status.cells)
 
 
-def waiting(
-    status: CheckpointStatus, which: Which, reason: ConditionReason, message: str, at: At
-) -> CheckpointStatus:
+def waiting(status: CheckpointStatus, which: Which, reason: AnyReason, message: str, at: At) -> CheckpointStatus:
     """A part cannot begin yet, and why. The whole says so while no other part has begun."""
     if has_begun(status):
         return _with(status, which, _moved(part_of(status, which.index), "Pending", reason=reason, message=message))
@@ -240,7 +238,7 @@ def failed(status: CheckpointStatus, reason: str, message: str, at: At) -> Check
     return told.model_copy(update={"completion_time": format_time(at.now)})
 
 
-def deleting(status: CheckpointStatus, reason: ConditionReason, message: str, generation: int) -> CheckpointStatus:
+def deleting(status: CheckpointStatus, reason: AnyReason, message: str, generation: int) -> CheckpointStatus:
     """On its way out, and where its data stands. What came of the checkpoint and its parts stays said. Raises
     ValueError for one that is not final: a fault of ours."""
     if status.phase not in TERMINAL and status.phase != "Deleting":

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from gym_operator.api.checkpoint import CheckpointPhase, CheckpointStatus
-from gym_operator.api.conditions import ConditionReason
+from gym_operator.api.conditions import AnyReason, ConditionReason
 from gym_operator.rules.checkpoint_phases import OPEN
 from gym_servers.coordination.record import Stage
 
@@ -17,7 +17,7 @@ PATIENCE_SECONDS: Final = 60.0
 the last cells."""
 
 
-Obstacle = tuple[ConditionReason, str]
+Obstacle = tuple[AnyReason, str]
 """What only a person can mend: in a word, and for people."""
 
 
@@ -57,7 +57,7 @@ class Resolve:
 class Hold:
     """Nothing to do yet. `reason` is None where its status says enough."""
 
-    reason: ConditionReason | None = None
+    reason: AnyReason | None = None
     message: str = ""
 
 
@@ -65,7 +65,7 @@ class Hold:
 class Fail:
     """Give it up."""
 
-    reason: ConditionReason
+    reason: AnyReason
     message: str
 
 

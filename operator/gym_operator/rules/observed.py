@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gym_operator.api.conditions import ConditionReason
+from gym_operator.api.conditions import AnyReason
 from gym_operator.api.stack import LastCheckpoint
 from gym_operator.rules.pod_state import PodState
 from gym_operator.rules.rollouts import Cause
@@ -21,7 +21,7 @@ class Storage:
     """Whether the stack's storage can be used; `ok` is None where nobody has looked or there is none to look at."""
 
     ok: bool | None
-    reason: ConditionReason
+    reason: AnyReason
     message: str
 
 

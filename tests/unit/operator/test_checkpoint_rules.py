@@ -16,11 +16,12 @@ from gym_operator.rules import checkpoint_queue as queue
 from gym_servers.coordination.record import Stage
 from gym_servers.protocol.messages import Blocker
 from gym_servers.storage.manifest import CodeIdentity, Member, Publication
+from gym_servers.storage.store import StorageProblem
 
 NOW = 1_800_000_000.0
 AT = phases.At(1, NOW)
 CALM = queue.Situation(enabled=True, stage=Stage.RUNNING, free=True, open_id=None, obstacle=None)
-OBSTACLE = (ConditionReason.STORAGE_FAILED, "the bucket does not exist")
+OBSTACLE = (StorageProblem.FAILED, "the bucket does not exist")
 
 
 def status(phase: Any = None) -> CheckpointStatus:

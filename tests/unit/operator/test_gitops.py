@@ -23,13 +23,14 @@ from gym_operator.rules.observed import CellSeen, Observed, Storage
 from gym_operator.rules.spec_check import Problem
 from gym_operator.rules.stack_status import stack_status
 from gym_servers.coordination.record import CellRecord, Recovery, Stage, Stopped
+from gym_servers.storage.store import StorageProblem
 
 ARGO = Path(__file__).parents[3] / "docs" / "gitops" / "argocd"
 NOW = 1_800_000_000.0
 GENERATION = 3
 
 GOOD = Storage(True, ConditionReason.STORAGE_REACHABLE, "it works")
-FULL = Storage(False, ConditionReason.STORAGE_FULL, "free space")
+FULL = Storage(False, StorageProblem.FULL, "free space")
 RUNNING = CellRecord(stage=Stage.RUNNING)
 HALT = Stopped(uri="s3://b/c", digest="d", checkpoint_id="halt-1", name="halt")
 STOPPED = CellRecord(stage=Stage.STOPPED, stopped=HALT)

@@ -19,6 +19,7 @@ from gym_operator.rules.stack_status import differs_in_progress_only, stack_stat
 from gym_servers.coordination.record import CellRecord, Choice, OpenCheckpoint, Pin, Recovery, Stage, Stopped
 from gym_servers.protocol.messages import Report, Status
 from gym_servers.stack.spec import MAX_CELLS, Participant
+from gym_servers.storage.store import StorageProblem
 
 NOW = 1_800_000_000.0
 PARTICIPANTS = (Participant("env", "environment", "single-agent-turn"), Participant("collection", "collection", "c"))
@@ -217,7 +218,7 @@ def test_pods_that_do_not_come_up_say_why_in_ready() -> None:
 
 
 def test_a_storage_that_fails_is_said_where_people_look() -> None:
-    bad = Storage(False, ConditionReason.CREDENTIALS_MISSING, "there is no Secret keys")
+    bad = Storage(False, StorageProblem.CREDENTIALS_MISSING, "there is no Secret keys")
     _, condition = look(seen(CellRecord(), storage=bad))
     assert "there is no Secret keys" in condition("Ready")
     assert condition("StorageReady") == "False CredentialsMissing: there is no Secret keys"
