@@ -233,6 +233,12 @@ def test_refusals_of_an_engine_say_what_to_write(kubectl: Kubectl, change: Chang
     assert says in done.stderr
 
 
+def test_what_was_taken_before_is_adopted_as_it_is(kubectl: Kubectl) -> None:
+    done = create(kubectl, {**CHECKPOINT, "spec": {"stackRef": {"name": "demo"}, "source": PLACE}})
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["spec"]["stopAfter"] is False
+
+
 def test_a_checkpoint_s_spec_never_changes_but_for_how_it_is_kept(kubectl: Kubectl) -> None:
     assert kubectl("apply", "--filename=-", given=CHECKPOINT).returncode == 0
     for change in (
@@ -306,6 +312,13 @@ OTHER_REFUSALS: list[tuple[dict[str, Any], Change, str]] = [
     (CHECKPOINT, lambda b: b["spec"].update(deletionPolicy="Keep"), "Unsupported value"),
     (CHECKPOINT, lambda b: b["spec"].update(source={**PLACE, "digest": "abc"}), "64 hex digits"),
     (CHECKPOINT, lambda b: b["spec"].update(source=PLACE, timeouts={"prepare": "1m"}), "leave timeouts out"),
+    (CHECKPOINT, lambda b: b["spec"].update(source=PLACE, episodes=["12-0"]), "leave episodes out"),
+    (CHECKPOINT, lambda b: b["spec"].update(source=PLACE, driverState={"value": {}}), "leave driverState out"),
+    (
+        CHECKPOINT,
+        lambda b: b["spec"].update(source=PLACE, stopAfter=True),
+        "leave stopAfter out, and set spec.suspend",
+    ),
     (SCHEDULE, lambda b: b["spec"].pop("every"), "exactly one of schedule"),
     (SCHEDULE, lambda b: b["spec"].update(schedule="* * * * *"), "exactly one of schedule"),
     (SCHEDULE, lambda b: b["spec"].update(timeZone="UTC"), "timeZone belongs to schedule"),

@@ -40,7 +40,14 @@ from gym_servers.stack.wire import (
 CheckpointPhase = Literal["Pending", "Preparing", "Committing", "Publishing", "Succeeded", "Failed", "Deleting"]
 SHA256_PATTERN: Final = r"^[0-9a-f]{64}$"
 SHA256_HINT: Final = "write the 64 hex digits of a SHA-256"
-_ADOPTS: Final = "source names a checkpoint that was taken before: leave timeouts out"
+_TAKEN: Final = "source names a checkpoint that was taken before"
+_FOR_TAKING: Final[Mapping[str, str]] = {
+    "timeouts": f"{_TAKEN}: leave timeouts out",
+    "episodes": f"{_TAKEN}, with the rollouts that continue from it: leave episodes out",
+    "driverState": f"{_TAKEN}, with its driver's state: leave driverState out",
+    "stopAfter": f"{_TAKEN}: leave stopAfter out, and set spec.suspend of the stack to stop it",
+}
+"""Fields that say how a checkpoint is taken, and what to write where none is."""
 
 DeletionPolicy = Literal["Retain", "Delete"]
 MUTABLE: Final = ("deletionPolicy", "ttl")
@@ -134,8 +141,14 @@ def _rules(schema: dict[str, Any]) -> None:
             f"a checkpoint's spec never changes, except {' and '.join(MUTABLE)}: "
             "create another GymCheckpoint instead",
         ),
-        rule("!has(self.source) || !has(self.timeouts)", _ADOPTS),
+        *(rule(f"!has(self.source) || !{_set(schema, name)}", hint) for name, hint in _FOR_TAKING.items()),
     ]
+
+
+def _set(schema: dict[str, Any], field: str) -> str:
+    """Whether somebody has written this field: one with a default is always there."""
+    switch = schema["properties"][field].get("type") == "boolean"
+    return f"(has(self.{field}) && self.{field})" if switch else f"has(self.{field})"
 
 
 class CheckpointSpec(CheckpointRequest):
@@ -148,8 +161,15 @@ class CheckpointSpec(CheckpointRequest):
 
     @model_validator(mode="after")
     def _takes_or_adopts(self) -> Self:
-        if self.source is not None and self.timeouts is not None:
-            raise PydanticCustomError("checkpoint", "{hint}", {"hint": _ADOPTS})
+        wished = {
+            "timeouts": self.timeouts is not None,
+            "episodes": self.episodes is not None,
+            "driverState": self.driver_state is not None,
+            "stopAfter": self.stop_after,
+        }
+        hints = [_FOR_TAKING[name] for name, said in wished.items() if said]
+        if self.source is not None and hints:
+            raise PydanticCustomError("checkpoint", "{hint}", {"hint": "; ".join(hints)})
         return self
 
 

@@ -86,8 +86,12 @@ def test_what_is_adopted_is_not_taken() -> None:
     source = {"uri": "s3://bucket/team/x", "digest": "0" * 64}
     spec: dict[str, Any] = {"stackRef": {"name": "demo"}, "source": source}
     assert GymCheckpoint.parse({"metadata": METADATA, "spec": spec}).spec.source is not None
+    assert not GymCheckpoint.parse({"metadata": METADATA, "spec": {**spec, "stopAfter": False}}).spec.stop_after
     for wrong, says in (
         ({"timeouts": {"prepare": "30s"}}, "leave timeouts out"),
+        ({"episodes": ["12-0"]}, "leave episodes out"),
+        ({"driverState": {"value": {"step": 7}}}, "leave driverState out"),
+        ({"stopAfter": True}, "leave stopAfter out, and set spec.suspend"),
         ({"source": {**source, "digest": "abc"}}, "64 hex digits"),
         ({"source": {"uri": source["uri"]}}, "digest"),
         ({"deletionPolicy": "Keep"}, "deletionPolicy"),
