@@ -40,7 +40,7 @@ ProtocolPhase = Annotated[str, StringConstraints(max_length=32)]
 
 
 class LastCheckpoint(StatusModel):
-    """The newest published checkpoint. A cell's is what its next recovery continues from."""
+    """A published checkpoint."""
 
     name: Name
     """Name of the GymCheckpoint."""
@@ -137,7 +137,8 @@ class CellStatus(StatusModel):
     collection: CollectionProgress | None = None
     """How far the cell's driver is."""
     last_checkpoint: LastCheckpoint | None = None
-    """The newest published checkpoint of this cell."""
+    """What the cell's next recovery would continue from: its newest published checkpoint, or the one that it was
+    brought back to; absent where it would begin from the input."""
     recoveries: Annotated[tuple[Recovery, ...], Field(max_length=MAX_RECOVERIES)] = ()
     """The last recoveries, newest last."""
     continuation: Continuation | None = None
@@ -158,7 +159,8 @@ class StackStatus(StatusModel):
     stopped_by: Name | None = None
     """The GymCheckpoint that stopped the stack, while it stands stopped; absent otherwise."""
     last_checkpoint: LastCheckpoint | None = None
-    """The newest GymCheckpoint that succeeded."""
+    """What the stack would continue from; of several cells the oldest of what they would, absent where one has
+    none."""
     restored: RestoredCheckpoint | None = None
     """What was handed over with the checkpoint that the last recovery of any cell continued from."""
     collection: CollectionProgress | None = None

@@ -133,6 +133,10 @@ class Cache:
             del self._finished[next(iter(self._finished))]
         self._done_with(key, uid)
 
+    def entry(self, key: Key) -> Entry | None:
+        """The GymCheckpoint at this place, in short."""
+        return self._entries.get(key)
+
     def entries(self) -> list[Entry]:
         """All GymCheckpoints there are, in short."""
         return list(self._entries.values())

@@ -84,8 +84,8 @@ class _UnderWay:
 
 class Checkpoints:
     """The checkpoints of one stack. `among` are its cells now; `origin` is what each is told to be of; `active` names
-    the checkpoint being taken; `last` is the newest that succeeded, and `last_of` the newest that each cell has
-    published. `wake` is told the cell of a part that begins or ends."""
+    the checkpoint being taken; `last_of` is the newest that each cell has published since the operator began. `wake`
+    is told the cell of a part that begins or ends."""
 
     def __init__(
         self,
@@ -106,7 +106,6 @@ class Checkpoints:
         self.among: Sequence[int] = (0,)
         self.origin: phases.Origin | None = None
         self.active: str | None = None
-        self.last: LastCheckpoint | None = None
         self.last_of: dict[int, LastCheckpoint] = {}
 
     @property
@@ -322,7 +321,7 @@ class Checkpoints:
         self._unsettled.pop((writer.uid, part.index), None)
         with suppress(Gone):
             await parts.persist(writer, change)
-            self._concluded(writer, self.last_of.get(part.index))
+            self._concluded(writer)
         if isinstance(end, parts.Failed) and end.blockers:
             subject = Subject(names.CHECKPOINT_KIND, writer.namespace, writer.name, writer.uid)
             self._events.say(subject, "Warning", "Blocked", phases.blocked_by(end.blockers))
@@ -331,17 +330,15 @@ class Checkpoints:
         at = phases.At(writer.generation, self._wall())
         with suppress(Gone):
             await parts.persist(writer, lambda status: phases.failed(status, reason, message, at))
-            self._concluded(writer, None)
+            self._concluded(writer)
 
-    def _concluded(self, writer: CheckpointWriter, newest: LastCheckpoint | None) -> None:
-        """Tell of a checkpoint if it is final now. `newest` is what the part that has just ended left behind."""
+    def _concluded(self, writer: CheckpointWriter) -> None:
+        """Tell of a checkpoint if it is final now."""
         status = writer.status
         if status.phase not in TERMINAL:
             return
         self._writers.pop(writer.uid, None)
         self._hindered_since = {key: at for key, at in self._hindered_since.items() if key[0] != writer.uid}
-        if status.phase == "Succeeded" and newest is not None:
-            self.last = newest.model_copy(update={"uri": status.uri, "digest": status.digest})
         subject = Subject(names.CHECKPOINT_KIND, writer.namespace, writer.name, writer.uid)
         level: Literal["Normal", "Warning"] = "Normal" if status.phase == "Succeeded" else "Warning"
         self._events.say(subject, level, status.reason or "Unknown", status.message or "")

@@ -25,6 +25,7 @@ from gym_operator.effects.checkpoints import Checkpoints, Side, pins
 from gym_operator.effects.children import ChildProblem, ControlTokens, ensure_children, ensure_secret
 from gym_operator.effects.events import Subject
 from gym_operator.effects.kube import KubeError
+from gym_operator.effects.last_checkpoints import Cell, LastCheckpoints
 from gym_operator.effects.restores import Restores
 from gym_operator.effects.services import Services
 from gym_operator.effects.stack_pods import StackPods
@@ -104,6 +105,7 @@ class StackWorker:
         self._checkpoints = Checkpoints(services, key, self._storage.open, self._wake_cell)
         self._adoptions = Adoptions(services, key, self._storage.open, self.wake)
         self._restores = Restores(services, key, uid, self._storage.open, self.wake, self._wake_cell)
+        self._last = LastCheckpoints(services, key, self._storage.open, self.wake)
         self._parts = Parts(
             services, self._subject, self._writer, self._pods, self._storage, self._checkpoints, self._restores
         )
@@ -192,6 +194,7 @@ class StackWorker:
             await self._checkpoints.close(reason, message)
         self._adoptions.close()
         self._restores.close()
+        self._last.close()
         self._storage.close()
 
     # ---- one pass -----------------------------------------------------------------------------------------
@@ -229,6 +232,7 @@ class StackWorker:
         records = {index: cell.record for index, (cell, _) in self._cells.items() if index < stack.spec.cells}
         if not any(elsewhere):  # they are about all cells
             await self._restores.step(records, stack.spec.participants(), hindrance, self._checkpoints.active)
+        self._last.step(self._to_continue_from(stack))
         await self._conclude(lambda: self._observe(stack, generation, problem, ensured.trouble))
         if resting and self._all_is_told(stack, generation):
             return REST_SECONDS
@@ -441,8 +445,7 @@ class StackWorker:
             storage=storage if enabled else None,
             checkpoint=self._checkpoints.active,
             engine=self._engine(stack),
-            last_checkpoint=self._checkpoints.last,
-            last_of=self._checkpoints.last_of,
+            last_of=self._last.sure,
         )
 
     def _engine(self, stack: GymStack) -> Engine | None:
@@ -451,6 +454,24 @@ class StackWorker:
             return None
         running = self._ensured is None or self._ensured.running
         return Engine(stack.spec.inference.vllm.replicas if running else 0, self._pods.engines())
+
+    def _to_continue_from(self, stack: GymStack) -> dict[int, Cell]:
+        """The cells whose last checkpoint is to be known, also of those that were taken away."""
+        storage = stack.spec.checkpoints.storage
+        if storage is None or not stack.spec.checkpoints.enabled:
+            return {}
+        told = {cell.index: cell.last_checkpoint for cell in self._writer.status.cells}
+        records = {index: self._writer.record(index) for index in self._writer.cells}
+        return {
+            index: Cell(
+                record,
+                checkpoint_root(storage, stack.identity, index),
+                self._checkpoints.last_of.get(index),
+                told.get(index),
+            )
+            for index, record in records.items()
+            if record is not None
+        }
 
     def _side(self, stack: GymStack, problem: Problem | None, cell: CellWorker) -> Side:
         """A cell's side of the queue of checkpoints."""

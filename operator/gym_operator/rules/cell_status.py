@@ -106,7 +106,7 @@ def cell_status(before: CellStatus | None, cell: CellSeen, verdict: Verdict, see
         attempt=record.attempt if record else 0,
         participants=tuple(_participant(each, cell) for each in seen.participants),
         collection=cell_progress(before, cell, seen),
-        last_checkpoint=seen.last_of.get(cell.index) or (before.last_checkpoint if before else None),
+        last_checkpoint=seen.last_of.get(cell.index, before.last_checkpoint if before else None),
         recoveries=tuple(_recovery(each) for each in record.recoveries) if record else (),
         continuation=continuation_of(
             cell.continuation, before.continuation if before else None, record.attempt if record else 0
@@ -117,7 +117,7 @@ def cell_status(before: CellStatus | None, cell: CellSeen, verdict: Verdict, see
 
 def stopped(before: CellStatus, seen: Observed) -> CellStatus:
     """The part of a cell that was taken away. What it would continue from, were it to come back, stays."""
-    last = seen.last_of.get(before.index) or before.last_checkpoint
+    last = seen.last_of.get(before.index, before.last_checkpoint)
     return before.model_copy(update={"phase": "Stopped", "participants": (), "last_checkpoint": last})
 
 

@@ -53,8 +53,8 @@ class CellSeen:
 @dataclass(frozen=True)
 class Observed:
     """All that a stack's status says. `cells` is empty where the spec was never readable; `waits` is what the stack
-    as a whole waits for. `engine` is None without an inference block. `last_checkpoint` is the newest of all cells,
-    `last_of` the newest of each, as far as they were published since the operator began."""
+    as a whole waits for. `engine` is None without an inference block. `last_of` is what cells would continue from,
+    None for the input; a cell that it does not name is as its status says."""
 
     generation: int
     participants: Sequence[Participant]
@@ -66,8 +66,7 @@ class Observed:
     storage: Storage | None = None
     checkpoint: str | None = None
     engine: Engine | None = None
-    last_checkpoint: LastCheckpoint | None = None
-    last_of: Mapping[int, LastCheckpoint] = field(default_factory=dict)
+    last_of: Mapping[int, LastCheckpoint | None] = field(default_factory=dict)
 
     def name_of(self, cell: CellSeen) -> str:
         """How a message begins that is about one cell: without a number where there is only one."""

@@ -8,7 +8,7 @@ from typing import Final
 from gym_operator.api.conditions import Condition, ConditionReason, ConditionStatus, ConditionType
 from gym_operator.api.driver import RestoredCheckpoint
 from gym_operator.api.objects import clip
-from gym_operator.api.stack import CellStatus, CollectionProgress, StackPhase, StackStatus
+from gym_operator.api.stack import CellStatus, CollectionProgress, LastCheckpoint, StackPhase, StackStatus
 from gym_operator.rules import cell_status as cells
 from gym_operator.rules.cell_record import stopped_by
 from gym_operator.rules.cell_status import Verdict
@@ -43,7 +43,7 @@ def stack_status(before: StackStatus, seen: Observed, now: float) -> StackStatus
         phase=verdict.phase,
         attempt=max((cell.attempt for cell in parts.values()), default=0),
         stopped_by=_stopped_by(staying),
-        last_checkpoint=seen.last_checkpoint or before.last_checkpoint,
+        last_checkpoint=_last([parts[cell.index] for cell in staying]) if staying else before.last_checkpoint,
         restored=_restored(before, staying, parts),
         collection=_total([parts[cell.index].collection for cell in staying]),
         cells=tuple(parts[index] for index in sorted(parts)),
@@ -74,6 +74,16 @@ def warnings(seen: Observed) -> list[tuple[str, str]]:
     for cell in seen.cells:
         found += [(reason, f"{seen.name_of(cell)}{message}") for reason, message in cells.problems(cell, seen)]
     return found
+
+
+def _last(parts: Sequence[CellStatus]) -> LastCheckpoint | None:
+    """What the stack as a whole would continue from: the oldest of what its cells would; None where one has
+    nothing."""
+    found = [part.last_checkpoint for part in parts if part.last_checkpoint is not None]
+    if len(found) < len(parts):
+        return None
+    oldest = min(found, key=lambda last: last.time)
+    return oldest if len(parts) == 1 else oldest.model_copy(update={"uri": None, "digest": None})
 
 
 def _restored(

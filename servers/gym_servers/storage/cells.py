@@ -85,18 +85,42 @@ def published(cell: ObjectStore) -> list[tuple[str, Publication, str]]:
 
     A document that cannot be read is left out: an unreadable publication is not one.
     """
-
-    def read(key: str) -> tuple[str, Publication, str] | None:
-        try:
-            data = cell.get(key)
-            publication = read_publication(data)
-        except (ObjectMissing, ProtocolError):
-            return None
-        return (key.removesuffix(f"/{CHECKPOINT}"), publication, sha256(data))
-
-    documents = side_by_side(read, [key for key in cell.list(CHECKPOINTS) if key.endswith(f"/{CHECKPOINT}")])
-    found = [one for one in documents if one is not None and one[1].state == "published"]
+    keys = [key for key in cell.list(CHECKPOINTS) if key.endswith(f"/{CHECKPOINT}")]
+    found = [one for one in side_by_side(lambda key: _published(cell, key), keys) if one is not None]
     return sorted(found, key=lambda item: item[1].order, reverse=True)
+
+
+def newest_published(
+    cell: ObjectStore, *, since: int = 0, below: tuple[int, int] | None = None
+) -> tuple[str, Publication, str] | None:
+    """The newest published checkpoint of a cell, as `published` gives it, with no more read than is needed. `since`:
+    the lowest cell attempt that counts; `below`: older than this place in the order."""
+    keys = [key for key in cell.list(CHECKPOINTS) if key.endswith(f"/{CHECKPOINT}")]
+    for key in sorted(keys, key=_directory_order, reverse=True):
+        order = _directory_order(key)
+        if order[0] < since:
+            return None
+        if below is not None and order >= below:
+            continue
+        if (found := _published(cell, key)) is not None:
+            return found
+    return None
+
+
+def _directory_order(key: str) -> tuple[int, int]:
+    return order_of(key.removesuffix(f"/{CHECKPOINT}"))
+
+
+def _published(cell: ObjectStore, key: str) -> tuple[str, Publication, str] | None:
+    """What the document under this key publishes; None for a tombstone, and for what cannot be read."""
+    try:
+        data = cell.get(key)
+        publication = read_publication(data)
+    except (ObjectMissing, ProtocolError):
+        return None
+    if publication.state != "published":
+        return None
+    return key.removesuffix(f"/{CHECKPOINT}"), publication, sha256(data)
 
 
 def verify(store: ObjectStore, members: list[Member], checkpoint_id: str) -> None:
