@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import posixpath
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
@@ -32,6 +33,7 @@ from gym_operator.rules.restores import held_by
 from gym_operator.rules.retention import needs_of
 from gym_servers.stack.settings import describe
 from gym_servers.stack.spec import StorageSpec
+from gym_servers.storage import leftovers
 from gym_servers.storage.ownership import Owner, check_deletable
 from gym_servers.storage.removal import Claim, NotOurs, Removed, hold, remove
 from gym_servers.storage.store import ObjectConflict, ObjectStore, StorageError, StorageProblem
@@ -63,6 +65,8 @@ class Disposal:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._due: dict[tuple[str, Duty], float] = {}
         self._failing_since: dict[str, float] = {}
+        self._failed: list[Entry] = []
+        self._cleared: set[str] = set()
         self._at_once = asyncio.Semaphore(AT_ONCE)
 
     async def step(self) -> None:
@@ -71,7 +75,8 @@ class Disposal:
             self._seen = self._cache.entry_changes
             self._look()
         now = self._monotonic()
-        for entry, duty in self._duties:
+        clearing = [(entry, Duty.CLEAR) for entry in self._failed if self._is_to_be_cleared(entry)]
+        for entry, duty in (*self._duties, *clearing):
             if entry.uid not in self._tasks and now >= self._due.get((entry.uid, duty), now):
                 self._due[entry.uid, duty] = now + RETRY_SECONDS
                 self._tasks[entry.uid] = asyncio.create_task(self._do(duty, entry))
@@ -82,6 +87,8 @@ class Disposal:
         self._due = {known: due for known, due in self._due.items() if known[0] in present}
         self._failing_since = {uid: since for uid, since in self._failing_since.items() if uid in present}
         self._duties = [(entry, duty) for entry in entries if (duty := rules.duty_of(entry)) is not None]
+        self._cleared &= present
+        self._failed = [entry for entry in entries if entry.phase == "Failed" and entry.uid not in self._cleared]
 
     async def close(self) -> None:
         """Leave what is under way to the next operator."""
@@ -103,6 +110,8 @@ class Disposal:
                         await writer.put(phases.observed(writer.status, writer.generation))
                     case Duty.DISPOSE:
                         await self._dispose(entry)
+                    case Duty.CLEAR:
+                        await self._clear(entry)
         except (Gone, NotFound):
             self._cache.drop_checkpoint(Key(entry.namespace, entry.name), entry.uid)
         except (KubeError, Superseded, NotOurs, StorageError) as error:
@@ -152,15 +161,36 @@ class Disposal:
                 self._say(entry, "Normal", Afterwards.DATA_REMOVED, _what(removed, [uri for uri, _ in claims]))
         await self._set_finalizer(entry, present=False)
 
+    def _is_to_be_cleared(self, entry: Entry) -> bool:
+        """Of a stack that is there its own worker sees to it."""
+        if entry.uid in self._cleared or not rules.is_dead(entry, self._wall()):
+            return False
+        stack = self._cache.stacks.get(Key(entry.namespace, entry.stack))
+        return stack is None or stack["metadata"]["uid"] != entry.stack_uid
+
+    async def _clear(self, entry: Entry) -> None:
+        self._cleared.add(entry.uid)  # what cannot be removed now is tried by the next operator
+        writer = await self._writer(entry)
+        storage = StackStorage(self._kube, entry.namespace)
+        for uri, claim in rules.claims_of(writer.status, entry.uid):
+            if claim.digest is None:
+                await self._remove(storage, writer.status, uri, claim)
+
     async def _remove(self, storage: StackStorage, status: CheckpointStatus, uri: str, claim: Claim) -> Removed:
         await self._read(storage, status)
         above, _, directory = uri.rstrip("/").rpartition("/")
         before, _, below = uri.partition(f"/{claim.stack_uid}/")
 
         def take_away() -> Removed:
-            if below and storage.open(above).list(directory):
+            checkpoints = storage.open(above)
+            cell = storage.open(posixpath.dirname(above)) if below else None
+            staged = cell is not None and claim.checkpoint_id in leftovers.staged(cell)
+            if below and (staged or checkpoints.list(directory)):
                 self._check_cluster(storage.open(f"{before}/{claim.stack_uid}"), claim)
-            return remove(storage.open(above), directory, claim)
+            removed = remove(checkpoints, directory, claim)
+            if cell is not None and staged:
+                leftovers.remove_staged(cell, claim.checkpoint_id)
+            return removed
 
         # A thread cannot be called back: an operator that ends leaves it, and the next one finds what it has done.
         return await asyncio.to_thread(take_away)

@@ -26,6 +26,7 @@ from gym_operator.effects.children import ChildProblem, ControlTokens, ensure_ch
 from gym_operator.effects.events import Subject
 from gym_operator.effects.kube import KubeError
 from gym_operator.effects.last_checkpoints import Cell, LastCheckpoints
+from gym_operator.effects.leftovers import Leftovers
 from gym_operator.effects.restores import Restores
 from gym_operator.effects.services import Services
 from gym_operator.effects.stack_pods import StackPods
@@ -105,6 +106,7 @@ class StackWorker:
         self._checkpoints = Checkpoints(services, key, self._storage.open, self._wake_cell)
         self._adoptions = Adoptions(services, key, self._storage.open, self.wake)
         self._restores = Restores(services, key, uid, self._storage.open, self.wake, self._wake_cell)
+        self._leftovers = Leftovers(self._storage.open, owner, services.wall)
         self._last = LastCheckpoints(services, key, self._storage.open, self.wake)
         self._parts = Parts(
             services, self._subject, self._writer, self._pods, self._storage, self._checkpoints, self._restores
@@ -195,6 +197,7 @@ class StackWorker:
         self._adoptions.close()
         self._restores.close()
         self._last.close()
+        self._leftovers.close()
         self._storage.close()
 
     # ---- one pass -----------------------------------------------------------------------------------------
@@ -232,7 +235,7 @@ class StackWorker:
         records = {index: cell.record for index, (cell, _) in self._cells.items() if index < stack.spec.cells}
         if not any(elsewhere):  # they are about all cells
             await self._restores.step(records, stack.spec.participants(), hindrance, self._checkpoints.active)
-        self._last.step(self._to_continue_from(stack))
+        self._see_to_storage(stack)
         await self._conclude(lambda: self._observe(stack, generation, problem, ensured.trouble))
         if resting and self._all_is_told(stack, generation):
             return REST_SECONDS
@@ -455,23 +458,28 @@ class StackWorker:
         running = self._ensured is None or self._ensured.running
         return Engine(stack.spec.inference.vllm.replicas if running else 0, self._pods.engines())
 
-    def _to_continue_from(self, stack: GymStack) -> dict[int, Cell]:
-        """The cells whose last checkpoint is to be known, also of those that were taken away."""
+    def _see_to_storage(self, stack: GymStack) -> None:
+        """What the cells have there, also those that were taken away: what each would continue from, and what nobody
+        needs any more."""
         storage = stack.spec.checkpoints.storage
         if storage is None or not stack.spec.checkpoints.enabled:
-            return {}
+            return
         told = {cell.index: cell.last_checkpoint for cell in self._writer.status.cells}
-        records = {index: self._writer.record(index) for index in self._writer.cells}
-        return {
-            index: Cell(
-                record,
-                checkpoint_root(storage, stack.identity, index),
-                self._checkpoints.last_of.get(index),
-                told.get(index),
-            )
-            for index, record in records.items()
-            if record is not None
+        records = {
+            index: record for index in self._writer.cells if (record := self._writer.record(index)) is not None
         }
+        roots = {index: checkpoint_root(storage, stack.identity, index) for index in records}
+        self._last.step(
+            {
+                index: Cell(record, roots[index], self._checkpoints.last_of.get(index), told.get(index))
+                for index, record in records.items()
+            }
+        )
+        self._leftovers.step(
+            {index: (record, roots[index]) for index, record in records.items()},
+            stack_root(storage, stack.identity),
+            usable=self._storage.state.ok is True,
+        )
 
     def _side(self, stack: GymStack, problem: Problem | None, cell: CellWorker) -> Side:
         """A cell's side of the queue of checkpoints."""

@@ -7,6 +7,7 @@ from typing import Final
 
 from gym_operator.api.checkpoint import CheckpointStatus
 from gym_operator.rules.checkpoint_entries import Entry
+from gym_servers.stack.durations import LONGEST_SECONDS
 from gym_servers.storage.removal import Claim
 from gym_servers.storage.store import StorageProblem
 
@@ -14,6 +15,12 @@ PATIENCE_SECONDS: Final = 600.0
 """How long a storage that does not answer may hold an object up; then its data is left where it is."""
 NO_WAY_IN_SECONDS: Final = 60.0
 """As above, where the credentials are gone: with the namespace, most likely."""
+
+SAFE_SECONDS: Final = 3600.0
+"""How long after its end nobody is left who might still write or read for a checkpoint: more than a request to a
+bucket takes with all its repeats."""
+LONGEST_WRITE_SECONDS: Final = LONGEST_SECONDS + SAFE_SECONDS
+"""The same where it is not known how long its servers were given for their records."""
 
 
 class Duty(StrEnum):
@@ -27,6 +34,8 @@ class Duty(StrEnum):
     """Remove its data, then take our finalizer off."""
     OBSERVE = "observe"
     """Say that a change of how it is kept has been seen."""
+    CLEAR = "clear"
+    """Remove what it has left in storage: it has failed, and its stack is gone."""
 
 
 def duty_of(entry: Entry) -> Duty | None:
@@ -39,6 +48,13 @@ def duty_of(entry: Entry) -> Duty | None:
     if entry.final and entry.observed != entry.generation:
         return Duty.OBSERVE
     return None
+
+
+def is_dead(entry: Entry, now: float) -> bool:
+    """Whether what was written for the parts of a checkpoint that failed can serve nobody any more."""
+    lost = any(not part.published for part in entry.parts)
+    over = entry.phase == "Failed" and not entry.deleting and not entry.adopted and entry.ended is not None
+    return over and lost and now >= (entry.ended or 0.0) + entry.commit_seconds + SAFE_SECONDS
 
 
 def claims_of(status: CheckpointStatus, uid: str) -> list[tuple[str, Claim]]:

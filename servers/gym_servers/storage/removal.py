@@ -71,7 +71,8 @@ def remove(above: ObjectStore, directory: str, claim: Claim) -> Removed:
     if not present:
         return Removed(0)
     stays = _prove(above, directory, present, claim)
-    shared = _named_by_others(above, directory) & set(present)
+    # A checkpoint is only ever built upon once it is published.
+    shared = _named_by_others(above, directory) & set(present) if claim.digest is not None else set[str]()
     first, last = f"{directory}/{CHECKPOINT}", [f"{directory}/{PROPOSAL}", f"{directory}/{HOLDER}"]
     manifests = [key for key in present if posixpath.basename(key) == MANIFEST]
     between = [key for key in present if key not in {first, *last, *manifests, *shared, *stays}]

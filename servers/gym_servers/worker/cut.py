@@ -11,12 +11,12 @@ from gym_servers.capture.staging import pack
 from gym_servers.capture.tokens import Frozen
 from gym_servers.protocol.digests import sha256
 from gym_servers.protocol.errors import ProtocolError
+from gym_servers.storage.leftovers import CUTS
 from gym_servers.storage.store import ObjectStore, StorageError
 from gym_servers.worker.streams import Streams
 
 log = logging.getLogger("gym_servers")
 
-FOLDER = "generation-cuts"
 REMEMBERED = 64  # receipts, for inventories that are sent again
 
 
@@ -73,7 +73,7 @@ class Cutter:
         if kept:
             data = pack(kept)
             digest = sha256(data)
-            key = f"{inventory.folder}/{FOLDER}/{inventory.checkpoint_id}/{digest}"
+            key = f"{inventory.folder}/{CUTS}/{inventory.checkpoint_id}/{digest}"
             try:
                 await asyncio.to_thread(self._store.create, key, data)
             except StorageError as error:
