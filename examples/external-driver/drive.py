@@ -62,7 +62,9 @@ async def drive(
             async with limit:
                 return await collect(client, rollout, row, output)
 
-        return all(await asyncio.gather(*(one(rollout, row) for rollout, row in todo.items())))
+        rowed = await asyncio.gather(*(one(rollout, row) for rollout, row in todo.items()))
+        await client.forget(rollout for rollout, has_row in zip(todo, rowed, strict=True) if has_row)
+        return all(rowed)
 
 
 def main(

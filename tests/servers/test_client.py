@@ -380,3 +380,103 @@ async def test_an_environment_that_cannot_be_asked_is_named(said: httpx.Response
 async def test_a_client_without_an_address_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one environment"):
         RolloutClient([])
+
+
+# ---- what is over -----------------------------------------------------------------------------------------
+
+
+def kept(rig: Rig) -> set[str]:
+    """Rollouts of which any server keeps anything: an episode, an answer, a mark."""
+    found: set[str] = set()
+    for name in NAMES:
+        participant = rig.participant(name)
+        found |= set(participant.gate.fence.marks)
+        if (answered := getattr(participant, "_answered", None)) is not None:
+            found |= set(answered._attempts)
+    return found | rig.participant("env").rollouts()
+
+
+async def test_what_a_driver_is_done_with_is_forgotten_everywhere(tmp_path: Path) -> None:
+    async with driven(tmp_path) as driver:
+        rig = driver.rig
+        driver.begin()
+        await driver.answers()
+        assert kept(rig) == set(TASKS)
+        first, *others = TASKS
+        await driver.client.forget([first, "never-sent"])
+        await rig.until(lambda: kept(rig) == set(others))
+        await driver.client.forget(TASKS)
+        await rig.until(lambda: kept(rig) == set() and not rig.participant("env")._over)
+        answer = await driver.client.run(first, TASKS[first])
+        assert answer.result is not None, "sent again it begins anew"
+
+
+@pytest.mark.parametrize("name", ["policy", "agent", "counter"])
+async def test_where_one_cannot_be_told_it_is_asked_for_again(tmp_path: Path, name: str) -> None:
+    """The environment is the last one: whoever it calls has done it before."""
+    async with driven(tmp_path) as driver:
+        rig = driver.rig
+        driver.begin("0-0")
+        await driver.answers()
+        rig.network.faults.append(Fault("unreachable", f"{name}-control", "forget", calls=10_000))
+        await driver.client.forget(["0-0"])
+        began = now()
+        await rig.until(lambda: now() - began > 100)
+        assert rig.participant("env").to_forget() == ["0-0"]
+        rig.network.faults.clear()
+        await rig.until(lambda: kept(rig) == set())
+
+
+async def test_what_a_recovery_brings_back_of_a_rollout_that_is_over_is_ended(tmp_path: Path) -> None:
+    """Its driver has the answer: it would wait for a replacement that never comes, in every checkpoint again."""
+    async with driven(tmp_path) as driver:
+        rig = driver.rig
+        await under_way(driver)
+        await rig.checkpoint("one")
+        answers = await driver.answers()
+        await driver.client.forget(TASKS)
+        rig.kill("agent")
+        await rig.until(lambda: rig.running(1))
+        assert {one.attempt for one in answers} == {0}
+        assert len(rig.participant("env").survey().unclaimed or ()) == ROLLOUTS
+        await driver.client.forget(TASKS)
+        await rig.until(lambda: kept(rig) == set())
+        assert rig.participant("counter").survey().counts["sessions"] == 0
+        outcome = await rig.checkpoint("two")
+        assert outcome.publication.episodes == []
+
+
+async def test_what_nobody_wants_any_more_is_ended_while_it_runs(tmp_path: Path) -> None:
+    async with driven(tmp_path) as driver:
+        rig = driver.rig
+        await under_way(driver)
+        first = next(iter(TASKS))
+        unwanted = driver.tasks.pop(0)
+        unwanted.cancel()
+        await asyncio.gather(unwanted, return_exceptions=True)
+        await driver.client.forget([first])
+        await rig.until(lambda: first not in kept(rig))
+        await driver.answers()
+
+
+async def test_a_rollout_that_is_sent_after_all_is_wanted_again(tmp_path: Path) -> None:
+    async with driven(tmp_path) as driver:
+        rig = driver.rig
+        await driver.client.forget(["0-0"])
+        driver.begin("0-0")
+        (answer,) = await driver.answers()
+        assert answer.attempt == 0
+        assert len(seeds(rig, "0-0")) == 1
+
+
+async def test_what_cannot_be_forgotten_is_said(tmp_path: Path) -> None:
+    async with driven(tmp_path) as driver:
+        with pytest.raises(ProtocolError, match="invalid_request"):
+            await driver.client.forget(["a/b"])
+        driver.rig.network.faults.append(Fault("unreachable", "env", "forget", calls=1))
+        with pytest.raises(NotInService, match="does not answer"):
+            await driver.client.forget(["0-0"])
+    async with cell(tmp_path / "own", counter_rows(1, 1)) as rig, rig.network.client() as http:
+        await rig.until(rig.running)
+        with pytest.raises(RunFailed, match="with a collection, needs none"):
+            await RolloutClient(["http://env"], http).forget(["0-0"])

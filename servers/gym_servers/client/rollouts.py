@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from gym_servers.client.next_send import Send, next_send
 from gym_servers.protocol.errors import ProtocolError, refusal_of
 from gym_servers.protocol.identity import Episode, next_attempt
-from gym_servers.protocol.rollouts import MAX_PAGE, STATE_PATH, CellState, RolloutPage, RolloutState
+from gym_servers.protocol.rollouts import FORGET_PATH, MAX_PAGE, STATE_PATH, CellState, RolloutPage, RolloutState
 from gym_servers.protocol.routing import cell_of
 
 log = logging.getLogger("gym_servers.client")
@@ -146,6 +146,32 @@ class RolloutClient:
                 raise NotInService(str(lost)) from lost
             yield page
             after = page.next
+
+    async def forget(self, rollout_ids: Iterable[str], *, cell: int | None = None) -> None:
+        """Nothing of these rollouts is needed any more, since their answers are kept or nobody wants them: what
+        stands of them is ended, and the stack keeps nothing for them.
+
+        Can be repeated, and has to be after a recovery: that brings back what stood when its checkpoint was taken.
+        Sent again afterwards, a rollout begins anew. `cell`: as for `run`. Raises NotInService, RunFailed,
+        ProtocolError.
+        """
+        of_cell: dict[int, list[str]] = {}
+        for rollout in rollout_ids:
+            index = cell_of(rollout, len(self._environments)) if cell is None else cell
+            of_cell.setdefault(index, []).append(rollout)
+        for index, rollouts in of_cell.items():
+            for first in range(0, len(rollouts), MAX_PAGE):
+                await self._forget(index, rollouts[first : first + MAX_PAGE])
+
+    async def _forget(self, cell: int, rollouts: Sequence[str]) -> None:
+        url = f"{self._environments[cell]}{FORGET_PATH}"
+        try:
+            response = await self._http.post(url, json={"rollout_ids": list(rollouts)}, timeout=ASK_SECONDS)
+            if response.status_code == 404:
+                raise RunFailed(f"{url} is not there: a stack without checkpoints, or with a collection, needs none")
+            _answered(response)
+        except (httpx.TransportError, _Lost) as error:
+            raise NotInService(f"{url} does not answer: {type(error).__name__}") from error
 
     async def _whence(
         self, cell: int, rollout_id: str, done: int | None, spent: int | None, give_up: float, reason: str

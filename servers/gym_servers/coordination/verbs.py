@@ -112,11 +112,13 @@ async def _retire(
 
 
 async def forget_all(
-    clients: Sequence[ParticipantClient], verb_id: str, rollouts: list[str], deadline_ts: float
+    clients: Sequence[ParticipantClient], verb_id: str, rollouts: list[str], deadline_ts: float, asker: str = ""
 ) -> None:
-    """Forget finished rollouts everywhere, the driver last: until then it asks again. Raises as retire_all."""
+    """Forget finished rollouts everywhere, whoever asks for it last: until then it asks again. That is the driver, or
+    the environment for one outside of the stack. Raises as retire_all."""
     request = m.ForgetRequest(checkpoint_id=verb_id, deadline_ts=deadline_ts, rollout_ids=rollouts)
-    for stage in staged(clients, RETIRE):
+    others = staged([client for client in clients if client.name != asker], RETIRE)
+    for stage in (*others, [client for client in clients if client.name == asker]):
         await asyncio.gather(*(client.call("forget", request, m.ForgetReply) for client in stage))
 
 
@@ -128,10 +130,11 @@ async def pass_on(clients: Sequence[ParticipantClient], statuses: Iterable[m.Sta
     if ahead:
         with suppress(ProtocolError, Unreachable):
             await retire_all(clients, f"retire-{secrets.token_hex(4)}", ahead, deadline_ts)
-    forget = [rollout for status in said for rollout in status.to_forget]
-    if forget:
-        with suppress(ProtocolError, Unreachable):
-            await forget_all(clients, f"forget-{secrets.token_hex(4)}", forget, deadline_ts)
+    for status in said:
+        if status.to_forget:
+            verb_id = f"forget-{secrets.token_hex(4)}"
+            with suppress(ProtocolError, Unreachable):
+                await forget_all(clients, verb_id, status.to_forget, deadline_ts, status.instance)
 
 
 async def dismiss(client: ParticipantClient, session: str) -> None:

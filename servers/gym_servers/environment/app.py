@@ -17,7 +17,16 @@ from gym_servers.participants.environment import EnvironmentParticipant, Live, U
 from gym_servers.protocol.digests import digest_of
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.identity import MAX_ROLLOUT_ID, Episode, InvalidIdentity
-from gym_servers.protocol.rollouts import MAX_PAGE, PAGE, STATE_PATH, RolloutPage, RolloutState
+from gym_servers.protocol.rollouts import (
+    FORGET_PATH,
+    MAX_PAGE,
+    PAGE,
+    STATE_PATH,
+    Forget,
+    Forgetting,
+    RolloutPage,
+    RolloutState,
+)
 from gym_servers.resources.metrics import AggregateRequest, aggregate
 from gym_servers.stack.settings import describe
 
@@ -112,6 +121,15 @@ def create_app(participant: EnvironmentParticipant, server: EnvironmentServer, c
 
     if participant.gate.enabled:
         _add_rollout_state(app, participant, cell)
+    if participant.gate.enabled and participant.external_driver:
+
+        @app.post(FORGET_PATH, status_code=202)
+        async def forget(body: Forget) -> Forgetting:
+            for rollout in body.rollout_ids:
+                EpisodeId(rollout_id=rollout).episode()  # refused as in /run where it is no name
+            participant.done_with(body.rollout_ids)
+            return Forgetting(cell=cell, rollout_ids=body.rollout_ids)
+
     return app
 
 

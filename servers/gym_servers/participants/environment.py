@@ -101,6 +101,12 @@ class EnvironmentParticipant(Participant):
         self._by_rollout: dict[str, set[Live]] = {}
         self._unclaimed: dict[str, Unclaimed] = {}
         self._answered = Answered()
+        self._over: set[str] = set()  # rollouts that a driver outside is done with, until all have forgotten them
+
+    @property
+    def external_driver(self) -> bool:
+        """Whether its driver has nobody else to tell what it is done with."""
+        return self._use_up is not None
 
     # ---- running an episode -------------------------------------------------------------------------------
 
@@ -142,6 +148,7 @@ class EnvironmentParticipant(Participant):
                 del self._unclaimed[episode.rollout_id]
             unclaimed = None
         self.gate.fence.admit(episode)
+        self._over.discard(episode.rollout_id)  # its driver wants it after all
         live = self._new(episode, digest, unclaimed)
         self._live[episode.key] = live
         self._by_rollout.setdefault(episode.rollout_id, set()).add(live)
@@ -440,8 +447,24 @@ class EnvironmentParticipant(Participant):
             await asyncio.wait(ending)
         self.gate.touch()
 
+    def done_with(self, rollout_ids: Collection[str]) -> None:
+        """The driver needs nothing of these any more: what stands of them is retired, then all is forgotten."""
+        self._over |= set(rollout_ids)
+
+    def _standing(self, rollout_id: str) -> list[Episode]:
+        record = self._unclaimed.get(rollout_id)
+        live = [one.episode for one in self._by_rollout.get(rollout_id, ())]
+        return live if record is None else [*live, record.episode]
+
+    def to_retire(self) -> list[str]:
+        return sorted(episode.key for rollout in self._over for episode in self._standing(rollout))
+
+    def to_forget(self) -> list[str]:
+        return sorted(rollout for rollout in self._over if not self._standing(rollout))
+
     def forget(self, rollout_ids: Collection[str]) -> None:
         self._answered.forget(rollout_ids)
+        self._over.difference_update(rollout for rollout in rollout_ids if not self._standing(rollout))
 
 
 def _record(digest: str, stage: str, state: dict[str, Any], remaining: float | None) -> dict[str, Any]:

@@ -1,18 +1,22 @@
-"""What an environment server answers to a driver that asks where its rollouts stand.
+"""What an environment server answers to a driver that asks where its rollouts stand, or is done with them.
 
     GET /ng-rollout-state              all that it knows, in pages
     GET /ng-rollout-state/<rollout>    one
+    POST /ng-rollout-forget            these are over: a driver of the stack's own says so by its status instead
 
 On the data port, in every phase, without a token: whoever may send `/run` may ask.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from gym_servers.protocol.messages import Answer, Origin
+from pydantic import BaseModel, ConfigDict, Field
+
+from gym_servers.protocol.messages import Answer, Origin, RolloutId
 
 STATE_PATH = "/ng-rollout-state"
+FORGET_PATH = "/ng-rollout-forget"
 PAGE = 100
 MAX_PAGE = 1000
 
@@ -60,3 +64,18 @@ class RolloutPage(CellState):
 
     rollouts: list[Standing]
     next: str | None = None
+
+
+class Forget(BaseModel):
+    """Rollouts whose answers the driver has, or does not want any more."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rollout_ids: Annotated[list[RolloutId], Field(min_length=1, max_length=MAX_PAGE)]
+
+
+class Forgetting(Answer):
+    """The cell forgets these: what stands of them is retired first. Nobody has to wait for it."""
+
+    cell: int
+    rollout_ids: list[str]
