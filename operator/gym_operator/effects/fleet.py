@@ -15,7 +15,7 @@ from gym_operator.api import names
 from gym_operator.effects.cache import Key, key_of, stack_of, version_of
 from gym_operator.effects.checkpoints import writer_for
 from gym_operator.effects.disposal import Disposal
-from gym_operator.effects.events import Subject
+from gym_operator.effects.events import Level, Subject
 from gym_operator.effects.kube import (
     CHECKPOINTS,
     NODES,
@@ -27,6 +27,7 @@ from gym_operator.effects.kube import (
     NotFound,
     Resource,
 )
+from gym_operator.effects.orphans import Orphans
 from gym_operator.effects.resync import Resync
 from gym_operator.effects.retention import Retention
 from gym_operator.effects.schedules import Schedules
@@ -80,6 +81,7 @@ class Fleet:
         self._disposal = Disposal(
             services.kube, services.cache, services.events, services.wall, services.monotonic, services.cluster
         )
+        self._orphans = Orphans(services.kube, services.wall, services.monotonic)
         self._retention = Retention(services.kube, services.cache, services.events, services.wall)
         self._schedules = Schedules(services.kube, services.cache, services.events, services.wall)
 
@@ -270,9 +272,11 @@ class Fleet:
         try:
             match checkpoint_queue.without_stack(writer.status, stack.name, age):
                 case checkpoint_queue.Fail(reason, message):
-                    await writer.write(partial(checkpoint_phases.failed, reason=reason, message=message, at=at))
+                    if not await self._orphans.end(writer, reason, message):
+                        return  # storage is still to be asked
                     subject = Subject(names.CHECKPOINT_KIND, writer.namespace, writer.name, writer.uid)
-                    self._s.events.say(subject, "Warning", reason, message)
+                    level: Level = "Normal" if writer.status.phase == "Succeeded" else "Warning"
+                    self._s.events.say(subject, level, writer.status.reason or reason, writer.status.message or "")
                     self._cache.finish_checkpoint(key_of(body), writer.uid)
                 case checkpoint_queue.Hold(reason, message) if reason is not None:
                     whole = checkpoint_phases.Which(0)
