@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 from pathlib import Path
 from typing import Any
 
@@ -484,3 +485,21 @@ async def test_c2_an_operator_that_is_stopped_while_a_death_ends_a_checkpoint_sa
         await to_the_end(rig)
         assert "open" not in rig.record()
         assert published(status) == (during == "its publication")
+
+
+async def test_k16_a_large_spec_is_kept_in_no_annotation_and_no_status(tmp_path: Path) -> None:
+    """They are bounded by far less than a spec is."""
+    servers = [
+        {"name": "env", "kind": "environment", "server": "single-agent-turn"},
+        {"name": "policy", "kind": "model", "server": "scripted"},
+        {"name": "agent", "kind": "agent", "server": "simple-agent", "config": {"prompt": "long " * 100_000}},
+        {"name": "counter", "kind": "resources", "server": "counter"},
+    ]
+    async with operated(tmp_path, rows(), servers=servers) as rig:
+        await under_way(rig)
+        assert (await taken(rig, "one"))["phase"] == "Succeeded"
+        for body in rig.kube.objects.values():
+            metadata, status = body["metadata"], body.get("status") or {}
+            assert len(json.dumps([metadata.get("annotations"), status])) < 20_000, metadata["name"]
+            assert not metadata.get("finalizers")
+        await to_the_end(rig)

@@ -81,7 +81,7 @@ class Fleet:
         self._disposal = Disposal(
             services.kube, services.cache, services.events, services.wall, services.monotonic, services.cluster
         )
-        self._orphans = Orphans(services.kube, services.wall, services.monotonic)
+        self._left_alone = Orphans(services.kube, services.wall, services.monotonic)
         self._retention = Retention(services.kube, services.cache, services.events, services.wall)
         self._schedules = Schedules(services.kube, services.cache, services.events, services.wall)
 
@@ -272,7 +272,7 @@ class Fleet:
         try:
             match checkpoint_queue.without_stack(writer.status, stack.name, age):
                 case checkpoint_queue.Fail(reason, message):
-                    if not await self._orphans.end(writer, reason, message):
+                    if not await self._left_alone.end(writer, reason, message):
                         return  # storage is still to be asked
                     subject = Subject(names.CHECKPOINT_KIND, writer.namespace, writer.name, writer.uid)
                     level: Level = "Normal" if writer.status.phase == "Succeeded" else "Warning"

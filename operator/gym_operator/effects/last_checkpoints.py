@@ -79,11 +79,16 @@ class LastCheckpoints:
         """By cell, None where it would begin from the input. A cell that is left out is as its status says."""
         return {index: known.last for index, known in self._known.items() if known.sure}
 
-    def step(self, cells: Mapping[int, Cell]) -> None:
-        """Keep up with recoveries, publications, and GymCheckpoints that go."""
+    def step(self, cells: Mapping[int, Cell], *, usable: bool) -> None:
+        """Keep up with recoveries, publications, and GymCheckpoints that go. `usable`: the storage can be asked."""
         for index, cell in cells.items():
             known = self._known[index] = self._looked_after(_followed(self._known.get(index), cell))
-            if not known.sure and index not in self._asking and self._monotonic() >= self._due.get(index, 0.0):
+            if (
+                usable
+                and not known.sure
+                and index not in self._asking
+                and self._monotonic() >= self._due.get(index, 0.0)
+            ):
                 self._asking[index] = asyncio.create_task(self._ask(index, cell))
 
     def _looked_after(self, known: _Known) -> _Known:

@@ -473,7 +473,8 @@ class StackWorker:
             {
                 index: Cell(record, roots[index], self._checkpoints.last_of.get(index), told.get(index))
                 for index, record in records.items()
-            }
+            },
+            usable=self._storage.state.ok is True,
         )
         self._leftovers.step(
             {index: (record, roots[index]) for index, record in records.items()},

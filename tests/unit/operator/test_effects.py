@@ -89,7 +89,7 @@ async def test_changes_of_others_only_cost_another_try(kube: FakeKube) -> None:
     assert kube.objects[STACKS, NS, "demo"]["spec"] == {"changed": True}
 
 
-async def test_another_operators_record_stops_the_writer(kube: FakeKube) -> None:
+async def test_k13_another_operators_record_stops_the_writer(kube: FakeKube) -> None:
     writer, other = stack(kube), StackWriter(kube, NS, "demo", STACK_UID)
     await writer.load()
     await other.load()
@@ -119,7 +119,7 @@ async def test_a_record_that_has_not_changed_is_written_all_the_same(kube: FakeK
         await writer.save_record(0, record)
 
 
-async def test_each_cells_record_is_fenced_on_its_own(kube: FakeKube) -> None:
+async def test_k13_each_cells_record_is_fenced_on_its_own(kube: FakeKube) -> None:
     """Another operator has written the record of one cell: it stands, and the other cells go on."""
     writer, other = stack(kube), StackWriter(kube, NS, "demo", STACK_UID)
     await writer.load()
@@ -185,7 +185,7 @@ async def test_a_checkpoint_is_written_by_one_only(kube: FakeKube) -> None:
         await theirs.write(lambda _: CheckpointStatus(phase="Committing"))
 
 
-async def test_two_cells_write_their_parts_at_the_same_time_and_none_is_lost(kube: FakeKube) -> None:
+async def test_k13_two_cells_write_their_parts_at_the_same_time_and_none_is_lost(kube: FakeKube) -> None:
     body = kube.put(CHECKPOINTS, NS, {"metadata": {"name": "one"}, "spec": {}})
     writer = CheckpointWriter(kube, body)
     answered = kube.replace_status

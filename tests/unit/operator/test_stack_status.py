@@ -319,7 +319,7 @@ def test_a_cell_that_is_taken_away_counts_no_more_and_is_remembered() -> None:
     assert (back.cells[1].phase, back.cells[1].last_checkpoint) == ("Recovering", LAST)
 
 
-def test_a_status_of_the_most_cells_and_servers_fits_into_an_object() -> None:
+def test_k16_a_status_of_the_most_cells_and_servers_fits_into_an_object() -> None:
     """etcd takes 1.5 MB; half of it is left for what the API server keeps beside."""
     many = [Participant(f"{'server' * 4}-{n:05}", "resources", "counter") for n in range(16)]
     names = [each.name for each in many] + ["collection"]
