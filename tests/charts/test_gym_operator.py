@@ -42,6 +42,10 @@ def test_lints(helm: Callable[..., Any]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_rendering_again_causes_no_drift(render: Render) -> None:
+    assert render(CHART, WATCHED) == render(CHART, WATCHED)
+
+
 def test_there_is_never_a_second_operator(render: Render) -> None:
     spec = render(CHART)["Deployment", "rel"]["spec"]
     assert spec["replicas"] == 1

@@ -202,6 +202,13 @@ def test_an_upgrade_of_the_chart_does_not_replace_the_journal(render: Render) ->
     assert not {"helm.sh/chart", "app.kubernetes.io/version"} & labels.keys()
 
 
+def test_rendering_again_causes_no_drift_and_asks_for_no_checkpoint(render: Render) -> None:
+    values = {**DEMO, "schedule.enabled": True}
+    first = render(CHART, values)
+    assert render(CHART, values) == first
+    assert not [kind for kind, _ in first if kind in ("GymCheckpoint", "GymRestore")]
+
+
 @pytest.mark.parametrize(
     ("values", "says"),
     [

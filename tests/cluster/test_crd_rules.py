@@ -233,6 +233,27 @@ def test_refusals_of_an_engine_say_what_to_write(kubectl: Kubectl, change: Chang
     assert says in done.stderr
 
 
+def test_applying_the_same_manifests_again_and_again_causes_no_drift(kubectl: Kubectl) -> None:
+    """By defaults that the API server fills in, or rules that look at what was there."""
+    for body in (STACK, CHECKPOINT, SCHEDULE, RESTORE):
+        again = {**body, "metadata": {**body["metadata"], "name": "again"}}
+        found = set()
+        for _ in range(3):
+            done = kubectl("apply", "--filename=-", "--output=json", given=again)
+            assert done.returncode == 0, done.stderr
+            metadata = json.loads(done.stdout)["metadata"]
+            found.add((metadata["generation"], metadata["resourceVersion"], metadata["uid"]))
+        assert len(found) == 1, body["kind"]
+
+
+def test_k1_whatever_is_deleted_before_anybody_looked_is_gone_at_once(kubectl: Kubectl) -> None:
+    for body in (STACK, CHECKPOINT, SCHEDULE, RESTORE):
+        unseen = {**body, "metadata": {**body["metadata"], "name": "unseen"}}
+        assert kubectl("create", "--filename=-", given=unseen).returncode == 0
+        done = kubectl("delete", body["kind"], "unseen", "--timeout=10s")
+        assert done.returncode == 0, done.stderr
+
+
 def test_what_was_taken_before_is_adopted_as_it_is(kubectl: Kubectl) -> None:
     done = create(kubectl, {**CHECKPOINT, "spec": {"stackRef": {"name": "demo"}, "source": PLACE}})
     assert done.returncode == 0, done.stderr
