@@ -289,8 +289,8 @@ MUTANTS = (
     Mutant(
         "restore what was given up",
         "storage/cells.py",
-        'if one is not None and one[1].state == "published"]',
-        "if one is not None]",
+        'if publication.state != "published":\n        return None',
+        "if False:\n        return None",
     ),
     Mutant(
         "resume not sent on failure",
