@@ -318,6 +318,7 @@ async def test_what_a_schedule_does_not_keep_goes_with_its_data(tmp_path: Path) 
 async def test_the_parts_of_all_cells_go(tmp_path: Path, halfway: bool) -> None:
     async with operated(tmp_path, rows(), rate=SLOWLY, cells=2) as rig:
         await rig.until(rig.all_in_service, "in service")
+        rig.cell.network.latency = 0.1  # so that it can be seen between its parts
         rig.checkpoint("one", deletionPolicy="Delete")
 
         def phases() -> list[str]:
