@@ -347,6 +347,8 @@ def test_servers_without_resources_of_their_own_get_the_common_ones(render: Rend
     found = {server.name: server.document().get("resources") for server in spec.servers}
     assert found == {"world": own, "policy": common, "agent": common, "tools": common}
     assert all(server.resources is None for server in spec_of(render(CHART, STACK)).servers)
+    demo = spec_of(render(CHART, {**DEMO, "serverResources": common}))
+    assert [server.document().get("resources") for server in demo.servers] == [common] * 4
 
 
 def stack_pods(objects: Objects) -> dict[str, dict[str, str]]:

@@ -41,11 +41,14 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 {{- end }}
 
-{{/* The servers as YAML: the given ones, or those of the demo. */}}
+{{/* The servers as YAML: the given ones, or those of the demo; with the common resources where they have none. */}}
 {{- define "gym-stack.servers" -}}
-{{- if .Values.servers -}}
+{{- if not (or .Values.servers .Values.demo.enabled) -}}
+{{- fail "a stack needs servers: set servers (see the chart's values), or demo.enabled=true for a scripted one" -}}
+{{- end -}}
+{{- $given := .Values.servers | default (include "gym-stack.demoServers" . | fromYamlArray) -}}
 {{- $servers := list -}}
-{{- range .Values.servers -}}
+{{- range $given -}}
 {{- if or (hasKey . "resources") (not $.Values.serverResources) -}}
 {{- $servers = append $servers . -}}
 {{- else -}}
@@ -53,7 +56,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 {{- end -}}
 {{ toYaml $servers }}
-{{- else if .Values.demo.enabled -}}
+{{- end }}
+
+{{- define "gym-stack.demoServers" -}}
 {{- $name := include "gym-stack.fullname" . -}}
 - name: env
   kind: environment
@@ -71,9 +76,6 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
   server: counter
   config:
     journal: http://{{ $name }}-journal:8000
-{{- else -}}
-{{- fail "a stack needs servers: set servers (see the chart's values), or demo.enabled=true for a scripted one" -}}
-{{- end -}}
 {{- end }}
 
 {{/* The bucket alone: what follows a slash is the prefix, which the refusal writes down ready to use. */}}
