@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gym_kit.demo.options import Kill, Options
+from gym_kit.demo.options import How, Kill, Options
 from gym_kit.demo.report import report
 from gym_kit.demo.scenario import Scenario
 from gym_kit.demo.stage import Grounds, grounds, staged
@@ -35,13 +35,20 @@ def bare_restarts() -> list[float]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("number", range(REPEATS))
 @pytest.mark.parametrize(
-    "kill, during",
-    [("agent", "work"), ("all", "checkpoint"), ("resources", "recovery"), ("operator", "work")],
+    "kill, how, during",
+    [
+        ("agent", "force", "work"),
+        ("all", "force", "checkpoint"),
+        ("resources", "force", "recovery"),
+        ("operator", "force", "work"),
+        ("model", "delete", "work"),
+        ("all", "upgrade", "work"),
+    ],
 )
 def test_rollouts_continue_on_a_real_cluster(
-    shared: Grounds, bare_restarts: list[float], kill: Kill, during: str, number: int
+    shared: Grounds, bare_restarts: list[float], kill: Kill, how: How, during: str, number: int
 ) -> None:
-    options = Options(kill=kill, rollouts=24, during=during)  # type: ignore[arg-type]
+    options = Options(kill=kill, how=how, rollouts=24, during=during)  # type: ignore[arg-type]
     with staged(shared, options, Progress.to_stderr()) as stage, Watch() as watch:
         scenario = Scenario(stage, options, watch)
         played = scenario.play()

@@ -20,7 +20,14 @@ def test_empty_variables_are_as_good_as_none() -> None:
 
 @pytest.mark.parametrize(
     "name, value",
-    [("KILL", "everything"), ("CLUSTER", "gke"), ("ROLLOUTS", "0"), ("ROLLOUTS", "-3"), ("DURING", "x")],
+    [
+        ("KILL", "everything"),
+        ("HOW", "gently"),
+        ("CLUSTER", "gke"),
+        ("ROLLOUTS", "0"),
+        ("ROLLOUTS", "-3"),
+        ("DURING", "x"),
+    ],
 )
 def test_a_wrong_value_is_named(name: str, value: str) -> None:
     with pytest.raises(KitError, match=f"{name}={value}"):

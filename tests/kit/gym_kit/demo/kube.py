@@ -59,13 +59,12 @@ class Kube:
         found = self._core.list_namespaced_pod(namespace or self.namespace, label_selector=selector)
         return [self._api.sanitize_for_serialization(pod) for pod in found.items]
 
-    def force_delete(self, pods: list[Object]) -> None:
-        """Delete pods at once, without grace; one that is gone already is fine."""
+    def delete(self, pods: list[Object], *, at_once: bool = False) -> None:
+        """Delete pods, as `kubectl delete` does or, `at_once`, without grace; one that is gone already is fine."""
+        grace = {"grace_period_seconds": 0} if at_once else {}
         for pod in pods:
             try:
-                self._core.delete_namespaced_pod(
-                    pod["metadata"]["name"], pod["metadata"]["namespace"], grace_period_seconds=0
-                )
+                self._core.delete_namespaced_pod(pod["metadata"]["name"], pod["metadata"]["namespace"], **grace)
             except ApiException as error:
                 if error.status != 404:
                     raise

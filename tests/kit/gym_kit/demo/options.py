@@ -11,6 +11,7 @@ from gym_kit.cluster import Choice
 from gym_kit.errors import KitError
 from gym_servers.collection.tasks import TasksError, parse_tasks
 
+How = Literal["force", "delete", "upgrade"]
 Kill = Literal["agent", "environment", "model", "resources", "collection", "all", "operator"]
 
 # The chart's names for the demonstration's servers.
@@ -25,12 +26,14 @@ SERVER_OF: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Options:
-    """`kills`: how often the target is killed, each time after the stack runs again. `during`: at work, while a
-    checkpoint is open, or while the recovery from a first kill runs. `policy`: who generates, the scripted engine or
+    """`kills`: how often the target is killed, each time after the stack runs again. `how`: its pods are deleted by
+    force, or as people delete them; or all pods are replaced by a helm upgrade. `during`: at work, while a checkpoint
+    is open, or while the recovery from a first kill runs. `policy`: who generates, the scripted engine or
     a real vLLM with the tiny model."""
 
     cluster: Choice = "auto"
     kill: Kill = "agent"
+    how: How = "force"
     rollouts: int = 64
     tasks: Path | None = None
     kills: int = 1
@@ -76,6 +79,7 @@ def from_environment(environment: Mapping[str, str]) -> Options:
     return Options(
         cluster=cast(Choice, choice("CLUSTER", "auto", get_args(Choice))),
         kill=cast(Kill, choice("KILL", "agent", get_args(Kill))),
+        how=cast(How, choice("HOW", "force", get_args(How))),
         rollouts=number("ROLLOUTS", 64),
         tasks=tasks,
         kills=number("KILLS", 1),

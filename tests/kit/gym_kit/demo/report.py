@@ -40,6 +40,7 @@ def report(stage: Stage, options: Options, played: Played) -> dict[str, Any]:
         },
         "kill": {
             "target": options.kill,
+            "how": options.how,
             "recovery_seconds": round(max(recoveries), 2) if recoveries else None,
             "recoveries": [round(seconds, 2) for seconds in recoveries],
             "bare_restart_seconds": round(played.bare_restart_seconds, 2),
@@ -70,7 +71,7 @@ def restored_cuts(stage: Stage, stack: Object) -> dict[int, Cut]:
 
 
 def recovery_seconds(kill: tuple[float, int], entries: Sequence[Entry]) -> float | None:
-    """From the forced delete to the first token of a model call under a later attempt; None if there was none."""
+    """From the delete or upgrade to the first token of a model call under a later attempt; None if there was none."""
     when, attempt = kill
     first = first_token(entries, when, attempt + 1)
     return None if first is None else first - when
@@ -86,11 +87,15 @@ def _missed(
         missed.append(f"the checkpoint is {status['phase']}")
     if not recoveries:
         missed.append("no model call was seen after the kill")
-    elif options.during == "work" and max(recoveries) > MAX_RECOVERY_RATIO * played.bare_restart_seconds:
+    elif (options.how, options.during) == ("force", "work") and max(
+        recoveries
+    ) > MAX_RECOVERY_RATIO * played.bare_restart_seconds:
         missed.append(
             f"recovery took {max(recoveries):.1f} s, more than {MAX_RECOVERY_RATIO} times a bare restart "
             f"({played.bare_restart_seconds:.1f} s)"
         )
+    if options.how != "force" and counted.restarted:
+        missed.append(f"{counted.restarted} rollouts started over, though their pods were not killed")
     if options.kill == "operator" and played.interrupted not in ("Succeeded", "Failed"):
         missed.append("the interrupted checkpoint did not end")
     return missed

@@ -23,6 +23,7 @@ START_SECONDS = 180.0
 CHECKPOINT_SECONDS = 120.0
 RECOVERY_SECONDS = 180.0
 COMPLETE_SECONDS = 600.0
+UPGRADED_MEBIBYTES = 64  # the memory that servers ask for after a helm upgrade: little, and not what it was
 A_LITTLE_WORK_SECONDS = 1.5  # after the checkpoint, so that there is something to lose and to do again
 RANDOM_SECONDS = 2.0  # at most, before each kill: no run kills at the same moment of the work
 RECOVERY_RANDOM_SECONDS = 6.0  # a recovery takes about ten: pods end, start, are restored and resumed meanwhile
@@ -32,7 +33,7 @@ OPERATOR = "app.kubernetes.io/name=gym-operator"
 
 @dataclass
 class Played:
-    """What happened. `kills`: Unix times of forced deletes with the attempt that was running then."""
+    """What happened. `kills`: Unix times of deletes and upgrades with the attempt that was running then."""
 
     checkpoint: Object = field(default_factory=dict)
     kills: list[tuple[float, int]] = field(default_factory=list)
@@ -51,7 +52,7 @@ class Scenario:
     def play(self) -> Played:
         """Raises KitError where something does not happen in its time."""
         played = Played()
-        self._stage.install_stack(STACK, checkpoints=True, tasks="tasks.jsonl", concurrency=self._stage.expected)
+        self._install()
         self._watch.note("stack installed by helm; waiting for its pods")
         self._wait("rollouts under way", lambda: self._running() and self._at_work(), START_SECONDS)
         if self._options.kill == "operator":
@@ -98,9 +99,23 @@ class Scenario:
 
     def _delete(self, played: Played, attempt: int) -> None:
         pods = [pod for server in self._options.servers for pod in self._kube.pods(_selector(STACK, server))]
-        self._kube.force_delete(pods)
+        names = ", ".join(pod["metadata"]["name"] for pod in pods)
         played.kills.append((time.time(), attempt))
-        self._watch.note(f"force-deleted {', '.join(pod['metadata']['name'] for pod in pods)}")
+        match self._options.how:
+            case "force":
+                self._kube.delete(pods, at_once=True)
+                self._watch.note(f"force-deleted {names}")
+            case "delete":
+                self._kube.delete(pods)
+                self._watch.note(f"deleted {names}")
+            case "upgrade":
+                self._install(memory=f"{UPGRADED_MEBIBYTES + len(played.kills)}Mi")
+                self._watch.note("every server has other resources by helm upgrade")
+
+    def _install(self, memory: str | None = None) -> None:
+        self._stage.install_stack(
+            STACK, checkpoints=True, tasks="tasks.jsonl", concurrency=self._stage.expected, memory=memory
+        )
 
     def _kill_operator_in_mid_checkpoint(self) -> str:
         name = "interrupted"
@@ -115,7 +130,7 @@ class Scenario:
         if process is not None:
             os.kill(process, signal.SIGKILL)
         else:
-            self._kube.force_delete([pod])
+            self._kube.delete([pod], at_once=True)
         self._watch.note(f"operator killed while checkpoint {name} was {self._phase(name)}")
         ended: Object = self._wait("a terminal checkpoint", lambda: self._terminal(name), CHECKPOINT_SECONDS)
         self._wait("participants resumed", lambda: self._running() and self._resumed(), CHECKPOINT_SECONDS)
@@ -137,7 +152,7 @@ class Scenario:
         wait("the bare stack", all_ready, START_SECONDS)
         pods = self._kube.pods(selector)
         started = time.monotonic()
-        self._kube.force_delete(pods)
+        self._kube.delete(pods, at_once=True)
         old = frozenset(pod["metadata"]["uid"] for pod in pods)
         wait("the bare stack again", lambda: all_ready(old), START_SECONDS)
         seconds = time.monotonic() - started

@@ -83,8 +83,11 @@ class Stage:
         found = [json.loads(line) for line in lines]
         return found if self.engine is None else [*found, *as_entries(self.engine.generated())]
 
-    def install_stack(self, release: str, *, checkpoints: bool, tasks: str, concurrency: int) -> None:
-        """`helm install` of a demonstration stack in this run's namespace."""
+    def install_stack(
+        self, release: str, *, checkpoints: bool, tasks: str, concurrency: int, memory: str | None = None
+    ) -> None:
+        """`helm upgrade --install` of a demonstration stack in this run's namespace. `memory`: what its servers ask
+        for."""
         values: dict[str, Any] = {
             "demo": {"enabled": True, "tokensPerSecond": self.tokens_per_second},
             "checkpoints": {"enabled": checkpoints},
@@ -102,6 +105,8 @@ class Stage:
             },
             "recovery": {"backoffLimit": 20},
         }
+        if memory is not None:
+            values["serverResources"] = {"requests": {"memory": memory}}
         if self.engine is not None:
             values["servers"] = _servers(release, self.engine)
         self.grounds.install("gym-stack", release, self.kube.namespace, values)
