@@ -1,11 +1,5 @@
-"""Every test here runs on virtual time: leases, deadlines and retries cost nothing and are exact."""
+"""Every test here runs on virtual time."""
 
-from __future__ import annotations
+from gym_rig.virtual import pytest_asyncio_loop_factories
 
-from collections.abc import Callable, Mapping
-
-from gym_rig.virtual import VirtualLoop
-
-
-def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], VirtualLoop]]:
-    return {"virtual": VirtualLoop}
+__all__ = ["pytest_asyncio_loop_factories"]

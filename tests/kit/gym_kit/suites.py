@@ -1,8 +1,8 @@
 """`make test`: every suite this machine can run, and an account of what ran and what could not.
 
 The suites run even if an earlier one failed, so that one run shows everything. `N=` makes the long variants longer.
-Suites of different lanes run side by side: one that computes beside one that mostly waits for processes. The cluster
-has the machine to itself, since its pods need all of it; so has vLLM, which is left out where it cannot be installed.
+Two suites run side by side. The cluster has the machine to itself, since its pods need all of it; so has vLLM, which
+is left out where it cannot be installed.
 """
 
 from __future__ import annotations
@@ -46,21 +46,20 @@ class Suite:
         return self.command[0] == "pytest"
 
 
-IN_ONE_LOOP = (
-    Suite("unit", ("pytest", "tests/unit")),
+BESIDE = (  # the longest first
+    Suite("processes", ("pytest", "tests/processes")),
     Suite("servers", ("pytest", "tests/servers")),
+    Suite("operated", ("pytest", "tests/operated")),
+    Suite("charts", ("pytest", "tests/charts")),
     Suite("faults", ("pytest", "tests/faults")),
-)
-THE_REST = (
+    Suite("unit", ("pytest", "tests/unit")),
+    Suite("types", ("mypy",)),
     Suite("format", ("ruff", "format", "--check", "--quiet", ".")),
     Suite("lint", ("ruff", "check", "--quiet", ".")),
-    Suite("types", ("mypy",)),
     Suite("imports", ("lint-imports",)),
     Suite("generated", ("python", "-m", "gym_operator.crds", "--check")),
-    Suite("charts", ("pytest", "tests/charts")),
-    Suite("processes", ("pytest", "tests/processes")),
 )
-LANES = (IN_ONE_LOOP, THE_REST)  # about equally long on two cores
+AT_ONCE = 2
 CLUSTER = Suite("cluster", ("pytest", "tests/cluster", "tests/bench"))
 VLLM = Suite(
     "vllm",
@@ -72,7 +71,7 @@ VLLM = Suite(
 
 @dataclass
 class Tally:
-    """What came of the suites so far; lanes add to it from threads of their own."""
+    """What came of the suites so far; those that run beside each other add to it from threads of their own."""
 
     counts: Counter[str] = field(default_factory=Counter)
     ran: list[str] = field(default_factory=list)
@@ -95,7 +94,7 @@ def main() -> int:
     tally, progress = Tally(), Progress.to_stderr()
     started = time.monotonic()
     with progress.step("suites that need no cluster"):
-        _run_beside(LANES, tally, progress)
+        _run_beside(BESIDE, tally, progress)
     problem = _prepared(progress)
     if problem is not None:
         tally.could_not.append(f"{CLUSTER.name} ({problem})")
@@ -133,22 +132,21 @@ def _prepared(progress: Progress) -> str | None:
     return None
 
 
-def _run_beside(lanes: Sequence[Sequence[Suite]], tally: Tally, progress: Progress) -> None:
-    """Each lane in a thread. What a suite prints comes out when it has ended: two at once could not be read."""
+def _run_beside(suites: Sequence[Suite], tally: Tally, progress: Progress) -> None:
+    """`AT_ONCE` at a time. What a suite prints comes out when it has ended: two at once could not be read."""
 
-    def drive(lane: Sequence[Suite]) -> None:
-        for suite in lane:
-            started = time.monotonic()
-            with tempfile.TemporaryFile() as output:
-                _run(suite, tally, output)
-                output.seek(0)
-                with tally.lock:
-                    progress.note(f"suite {suite.name}: {time.monotonic() - started:.0f} s")
-                    sys.stdout.write(output.read().decode(errors="replace"))
-                    sys.stdout.flush()
+    def drive(suite: Suite) -> None:
+        started = time.monotonic()
+        with tempfile.TemporaryFile() as output:
+            _run(suite, tally, output)
+            output.seek(0)
+            with tally.lock:
+                progress.note(f"suite {suite.name}: {time.monotonic() - started:.0f} s")
+                sys.stdout.write(output.read().decode(errors="replace"))
+                sys.stdout.flush()
 
-    with ThreadPoolExecutor(len(lanes)) as threads:
-        list(threads.map(drive, lanes))  # a lane that could not go on ends the run here
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        list(threads.map(drive, suites))  # one that could not be run at all ends the run here
 
 
 def _run(suite: Suite, tally: Tally, output: IO[bytes] | None = None) -> None:
