@@ -22,7 +22,7 @@ from gym_rig.storage import WriteFault
 from gym_servers.coordination.record import Stage
 from gym_servers.protocol.identity import parse_key
 
-LATE_SECONDS = 2.0  # an activation may end in this time
+LATE_SECONDS = 1.2  # an activation may end in this time
 MOMENTS = st.sampled_from([0.0, 0.01, 0.02, 0.04, 0.1, 0.3, 1.0, 3.0])
 VICTIMS = st.sampled_from([*((name,) for name in SERVERS), SERVERS, ("env", "agent"), ("counter", "policy")])
 WHO = st.sampled_from([*SERVERS, "all"])
@@ -125,7 +125,7 @@ class Faults(RuleBasedStateMachine):
         self.world.until(self.world.in_service, 5.0)
         if ends:  # and takes so long for it that the checkpoint finds it there
             self.world.network.faults.insert(0, Fault("delay", "counter", "verify", 1, LATE_SECONDS))
-            self.world.until(self.world.ends, 5.0, look_seconds=0.01)
+            self.world.until(self.world.ends, 3.0, look_seconds=0.01)
         if late is not None:
             self.world.network.faults.insert(0, Fault("delay", f"{late}-control", "prepare", 1, LATE_SECONDS))
         taken = self.world.checkpoint(only=self._some_rollouts() if scoped else None)
