@@ -149,8 +149,14 @@ MUTANTS = (
     Mutant(
         "tools do not wait for the checkpoint",
         "participants/resources.py",
-        "        await self.gate.enter()\n",
-        "",
+        "            if not (replay and self.gate.checkpoint_open):\n"
+        "                await self._enter(episode)\n"
+        "            session = self._find(session_id, episode)\n"
+        "            async with session.lock:\n"
+        "                passes = replay and self.gate.checkpoint_open\n",
+        "            session = self._find(session_id, episode)\n"
+        "            async with session.lock:\n"
+        "                passes = True\n",
     ),
     Mutant(
         "the ledger exports undelivered calls",
