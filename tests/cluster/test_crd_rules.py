@@ -117,7 +117,7 @@ def test_a_stack_gets_its_defaults_and_a_status_nobody_has_looked_at(kubectl: Ku
     assert done.returncode == 0, done.stderr
     stack = json.loads(done.stdout)
     assert stack["status"] == {"observedGeneration": -1}
-    assert stack["spec"]["recovery"] == {"policy": "Restore", "backoffLimit": 5}
+    assert stack["spec"]["recovery"] == {"policy": "Restore", "backoffLimit": 5, "codeMismatch": "Refuse"}
     assert stack["spec"]["access"] == {"attemptFloor": True}
     assert stack["spec"]["servers"][1]["config"]["any"] == {"depth": [1, 0.5]}
 
