@@ -21,7 +21,7 @@ from gym_servers.model import capture_routes
 from gym_servers.protocol import headers
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.messages import PREFIX
-from gym_servers.protocol.rollouts import STATE_PATH
+from gym_servers.protocol.rollouts import FORGET_PATH, STATE_PATH
 from gym_servers.resources.counter import CounterServer
 from gym_servers.stack.settings import SettingsError
 
@@ -69,7 +69,7 @@ def test_without_checkpoints_there_is_no_control_route_and_the_same_data_api(
         f"{PREFIX}/{verb}"
         for verb in ("status", "prepare", "renew", "commit", "restore", "resume", "retire", "forget", "end")
     }
-    asked = {STATE_PATH, f"{STATE_PATH}/{{rollout_id}}"} if name == "env" else set()
+    asked = {FORGET_PATH, STATE_PATH, f"{STATE_PATH}/{{rollout_id}}"} if name == "env" else set()
     captured = CAPTURED if name == "policy" else set()
     assert paths(on) - paths(off) == verbs | asked | captured | (paths(on) & {"/openapi.json"} - paths(off))
 
