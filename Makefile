@@ -30,7 +30,7 @@ check: $(STAMP) ## Format, lint, types, import contracts, generated files, fast 
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 	@$(MAKE) --no-print-directory verify
-	@$(BIN)/pytest -q tests/unit tests/servers tests/operated
+	@$(BIN)/pytest -q tests/unit tests/servers
 
 bench-operator: $(STAMP) ## What the operator costs: STACKS= CHECKPOINTS= SCHEDULES= REST= CHANGES=
 	@$(BIN)/python -m gym_bench.operator
