@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from gym_operator.effects.checkpoints import Checkpoints
 from gym_operator.effects.events import Subject
 from gym_operator.effects.kube import KubeError
 from gym_operator.effects.kube_host import KubeCellHost
+from gym_operator.effects.last_checkpoint import FAILURES, take_last
 from gym_operator.effects.restores import Restores
 from gym_operator.effects.rollouts import Rollout
 from gym_operator.effects.services import Services
@@ -28,7 +28,6 @@ from gym_operator.rules import rollouts
 from gym_operator.rules.observed import CellSeen
 from gym_servers.coordination import decide
 from gym_servers.coordination.cell_host import CellSettings, View
-from gym_servers.coordination.checkpoint import CheckpointFailed, Progress
 from gym_servers.coordination.controller import CellController
 from gym_servers.coordination.record import CellRecord, Stage, tried_again
 from gym_servers.stack.spec import Participant
@@ -413,16 +412,11 @@ class CellWorker:
             leaving.task = asyncio.create_task(self._take_last(self.controller, leaving))
 
     async def _take_last(self, controller: CellController, leaving: Leaving) -> None:
-        async def tell(progress: Progress) -> None:
-            pass
-
-        id = f"{LAST_PREFIX}{controller.record.attempt}-{secrets.token_hex(4)}"
         try:
-            outcome = await controller.take(id, LAST_NAME, tell, stop=True)
-        except (CheckpointFailed, StorageError, KubeError, Superseded, Gone) as error:
+            await take_last(controller, self._p.checkpoints, self.index, LAST_NAME, LAST_PREFIX)
+        except FAILURES as error:
             leaving.text = f"stopped without a last checkpoint: {error}"
         else:
-            self._p.checkpoints.published(self.index, LAST_NAME, outcome)
             leaving.text = "stopped; were it to come back, it would continue from its last checkpoint"
         self.wake()
 

@@ -7,19 +7,16 @@ replaced and why, so whoever looks after the cell next goes on with that.
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Callable
 from typing import Final
 
 from gym_operator.effects.checkpoints import Checkpoints
-from gym_operator.effects.kube import KubeError
 from gym_operator.effects.kube_host import KubeCellHost
-from gym_operator.effects.status_writers import Gone, Superseded
+from gym_operator.effects.last_checkpoint import FAILURES, take_last
 from gym_operator.rules import rollouts as rules
-from gym_servers.coordination.checkpoint import CheckpointFailed, Progress
+from gym_servers.coordination.checkpoint import CheckpointFailed
 from gym_servers.coordination.controller import CellController
 from gym_servers.coordination.terms import NOT_BEGUN
-from gym_servers.storage.store import StorageError
 
 NAME: Final = "roll-out"
 """How the last checkpoint before a replacement is called: no GymCheckpoint asked for it."""
@@ -70,13 +67,9 @@ class Rollout:
                 pass
 
     async def _take(self, controller: CellController, reason: str) -> None:
-        async def tell(progress: Progress) -> None:
-            pass
-
-        id = f"{NAME}-{controller.record.attempt}-{secrets.token_hex(4)}"
         try:
-            outcome = await controller.take(id, NAME, tell, stop=True, replacing=reason)
-        except (CheckpointFailed, StorageError, KubeError, Superseded, Gone) as error:
+            await take_last(controller, self._checkpoints, self._index, NAME, f"{NAME}-", replacing=reason)
+        except FAILURES as error:
             if isinstance(error, CheckpointFailed) and error.reason in NOT_BEGUN:
                 return  # another one came first, and is let end
             self.failed += 1
@@ -85,6 +78,4 @@ class Rollout:
             await self._host.announce(
                 "Warning", "LastCheckpointFailed", f"before its pods are replaced because {reason}: {error}"
             )
-        else:
-            self._checkpoints.published(self._index, NAME, outcome)
         self._wake()
