@@ -35,8 +35,8 @@ check: $(STAMP) ## Format, lint, types, import contracts, generated files, fast 
 bench-operator: $(STAMP) ## What the operator costs: STACKS= CHECKPOINTS= SCHEDULES= REST= CHANGES=
 	@$(BIN)/python -m gym_bench.operator
 
-faults: $(STAMP) ## Random faults against a whole cell: N= sequences, other ones each time
-	@PYTHONPATH=servers:tests/kit $(BIN)/python -W error -m gym_faults.run
+faults: $(STAMP) ## Random faults against a whole cell: N= sequences, other ones each time; PROCESSES=
+	@PYTHONPATH=servers:tests/kit $(BIN)/python -m gym_faults.many
 
 bench-ledger: $(STAMP) ## Memory, files and times of the capture ledger at 10,000 rollouts: build/bench/ledger.json
 	@$(BIN)/python -m gym_bench.ledger

@@ -1,4 +1,4 @@
-"""`make faults N=10000`: many random sequences, other ones each time. `make test` runs a few, always the same."""
+"""Many random sequences in one process, other ones each time. `make test` runs a few, always the same."""
 
 from __future__ import annotations
 
@@ -41,7 +41,11 @@ class Counted(Faults):
         cls.played += 1
         if now - cls.said >= PROGRESS_SECONDS:
             cls.said = now
-            print(f"{cls.played} sequences in {now - cls.began:.0f} s", file=sys.stderr, flush=True)
+            print(
+                f"{cls.played} sequences in {now - cls.began:.0f} s (process {os.getpid()})",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def main() -> int:
