@@ -505,6 +505,9 @@ async def test_a_pass_that_waits_for_a_slow_bucket_is_not_stuck_while_that_answe
         fleet = Fleet(services)
         fleet._workers[worker.key] = (worker, asyncio.create_task(asyncio.sleep(0)))
         await worker._storage.tend(SPEC, "s3://bucket/stack/cell-0")
+        probing = worker._storage._probe
+        assert probing is not None
+        await probing  # it uses the bucket too
         store = worker._storage.open("s3://bucket/stack/cell-0")
         uses: list[Callable[[], object]] = [
             lambda: store.create("key", b"1"),
