@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -93,9 +94,9 @@ async def test_kills_inside_of_generations_change_nothing_and_cost_nothing_that_
             await run.until("progress", _after(run, source.uniform(0.05, 0.2) * total))
             taken = await run.runner.checkpoint(f"cut-{round_}")
             assert taken.publication.state == "published"
-            await run.until("a generation to interrupt", _after(run, source.uniform(0.01, 0.05) * total))
-            killed += run.generating() > 0
-            run.kill(source.choice(VICTIMS))
+            async with _in_the_middle(run, source.uniform(0.01, 0.05) * total):
+                run.kill(source.choice(VICTIMS))
+                killed += 1
             await run.in_service(round_)
         await run.until("the end", lambda: run.runner.progress().get("ended"))
         proved(run)
@@ -109,6 +110,18 @@ async def test_kills_inside_of_generations_change_nothing_and_cost_nothing_that_
         assert run.generations().get("regenerated", 0) == 0
     close = differences(engine, expected, trajectories(folder))
     print(f"{where}: {len(prefixes)} calls cut, {kept} tokens kept, {close} close calls, seed {seed}")
+
+
+@asynccontextmanager
+async def _in_the_middle(run: Collection, tokens: float) -> AsyncIterator[None]:
+    """Once so many tokens more were generated, and while some generation stands in its middle."""
+    while True:
+        await run.until("a generation to interrupt", _after(run, tokens))
+        async with run.engine.held():
+            if run.generating():
+                yield
+                return
+        tokens = 0
 
 
 def _after(run: Collection, tokens: float) -> Callable[[], bool]:

@@ -7,8 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +44,17 @@ class Engine:
     def running(self) -> int:
         """Requests that the engine itself says it has, at work or waiting."""
         return self._metric("vllm:num_requests_running") + self._metric("vllm:num_requests_waiting{")
+
+    @asynccontextmanager
+    async def held(self) -> AsyncIterator[None]:
+        """Generations stand where they are, as while a trainer changes weights: so what is to happen in the middle of
+        one does, however fast the machine is."""
+        async with httpx.AsyncClient(base_url=self.url, timeout=60.0, trust_env=False) as client:
+            (await client.post("/pause", params={"mode": "keep"})).raise_for_status()
+            try:
+                yield
+            finally:
+                (await client.post("/resume")).raise_for_status()
 
     def _metric(self, name: str) -> int:
         text = httpx.get(f"{self.url}/metrics", timeout=30.0, trust_env=False).text
