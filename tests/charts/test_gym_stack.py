@@ -107,7 +107,7 @@ def test_all_values_arrive(render: Render) -> None:
             "addressingStyle": "path",
             "existingSecret": "keys",
         },
-        "recovery": {"policy": "Restart", "backoffLimit": 9},
+        "recovery": {"policy": "Restart", "backoffLimit": 9, "maxCheckpointAge": "2h"},
         "access": {"driverSelector": {"matchLabels": {"app": "trainer"}}, "attemptFloor": False},
         "suspend": True,
     }
@@ -127,6 +127,7 @@ def test_all_values_arrive(render: Render) -> None:
         "credentialsSecret": "keys",
     }
     assert (spec.recovery.policy, spec.recovery.backoff_limit, spec.suspend) == ("Restart", 9, True)
+    assert spec.recovery.max_checkpoint_age == "2h"
     assert spec.access.driver_selector is not None
     assert (spec.access.driver_selector.match_labels, spec.access.attempt_floor) == ({"app": "trainer"}, False)
 

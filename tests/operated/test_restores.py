@@ -506,3 +506,39 @@ async def test_k4_a_checkpoint_that_is_being_deleted_is_not_restored(tmp_path: P
         rig.kube.let_go(CHECKPOINTS, IDENTITY.namespace, "first")
         restore(rig, checkpointRef={"name": "first"})
         assert (await final(rig, "back", "Failed"))["reason"] == "CheckpointDeleted"
+
+
+# ---- a death that people decide about ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by", ["policy", "restore", "suspension"])
+async def test_a_death_under_a_manual_policy_waits_for_whoever_decides(tmp_path: Path, by: str) -> None:
+    """Another operator may have come meanwhile."""
+    async with operated(tmp_path, rows(), rate=SLOWLY, recovery={"policy": "Manual"}) as rig:
+        await taken(rig, "one")
+        rig.kube.remove(PODS, IDENTITY.namespace, "rig-agent-0")
+        await rig.until(lambda: rig.conditions()["Ready"]["reason"] == "RecoveryHeld", "held")
+        conditions = rig.conditions()
+        assert (conditions["Stalled"]["status"], conditions["Recovering"]["status"]) == ("True", "False")
+        assert "it would continue from checkpoint one" in conditions["Ready"]["message"]
+        assert "GymRestore" in conditions["Ready"]["message"]
+        assert len(rig.events("RecoveryHeld")) == 1
+        rig.kill_operator()
+        rig.start_operator()
+        effects = rig.cell.effects()
+        await asyncio.sleep(200)
+        assert (rig.cell.effects(), rig.record()["attempt"]) == (effects, 1)
+        assert rig.conditions()["Ready"]["reason"] == "RecoveryHeld"
+        if by == "policy":
+            rig.change(recovery={"policy": "Restore"})
+        elif by == "restore":
+            restore(rig, checkpointRef={"name": "one"})
+            await final(rig, "back", "Succeeded")
+        else:
+            rig.change(suspend=True)
+            await rig.until(lambda: rig.status()["phase"] == "Suspended", "suspended")
+            rig.change(suspend=False)
+        await rig.until(rig.in_service, "in service")
+        assert rig.conditions()["Stalled"]["status"] == "False"
+        assert set(sources(rig)) == {rig.status(CHECKPOINTS, "one")["checkpointID"]}
+        await to_the_end(rig)

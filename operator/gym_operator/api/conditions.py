@@ -48,6 +48,7 @@ class ConditionReason(StrEnum):
     RECOVERED = "Recovered"
     RESTARTED_FROM_INPUT = "RestartedFromInput"
     CODE_MISMATCH = "CodeMismatch"
+    RECOVERY_HELD = "RecoveryHeld"
     UP_TO_DATE = "UpToDate"
     ROLLING_OUT = "RollingOut"
     PODS_NOT_STARTING = "PodsNotStarting"

@@ -43,7 +43,7 @@ from gym_operator.rules.stack_status import differs_in_progress_only, stack_stat
 from gym_operator.rules.workloads import StackContext, templates
 from gym_servers.coordination.cell_host import CellSettings
 from gym_servers.coordination.record import KEPT_RECOVERIES, CellRecord, Stage
-from gym_servers.stack.durations import parse_duration
+from gym_servers.stack.durations import age_seconds, parse_duration
 from gym_servers.stack.render import checkpoint_root, stack_root
 from gym_servers.storage.ownership import Owner
 from gym_servers.storage.store import StorageError
@@ -416,6 +416,7 @@ class StackWorker:
             previous_token=self._tokens.previous,
             root=checkpoint_root(spec.checkpoints.storage, stack.identity, index),
             policy=spec.recovery.policy,
+            max_checkpoint_age=age_seconds(spec.recovery.max_checkpoint_age),
             backoff_limit=spec.recovery.backoff_limit,
             prepare_timeout=parse_duration(spec.checkpoints.prepare_timeout),
             commit_timeout=parse_duration(spec.checkpoints.commit_timeout),

@@ -20,17 +20,25 @@ from gym_operator.rules.cell_record import how_to_go_on, stopped_by
 from gym_operator.rules.continuations import continuation_of
 from gym_operator.rules.observed import CellSeen, Observed
 from gym_operator.rules.pod_state import pod_uid
-from gym_servers.coordination.record import Recovery, Restarted, Stage
+from gym_servers.coordination.record import Hold, Recovery, Restarted, Stage
 from gym_servers.stack.spec import Participant
 
 _PROBLEM_REASONS: Final = {"collection": "TasksInvalid"}
 """What a participant's problem is called; the driver has only its tasks to be unhappy with."""
 
 
-_WHAT_HELPS: Final = (
-    "put the servers back into the spec that wrote it, or set spec.recovery.codeMismatch to Accept: what the new "
-    "ones do not take starts over then"
-)
+_HELD: Final = {
+    Hold.CODE: (
+        ConditionReason.CODE_MISMATCH,
+        "put the servers back into the spec that wrote it, or set spec.recovery.codeMismatch to Accept: what the new "
+        "ones do not take starts over then",
+    ),
+    Hold.POLICY: (
+        ConditionReason.RECOVERY_HELD,
+        "spec.recovery.policy is Manual: set it to Restore or Restart, or apply a GymRestore",
+    ),
+}
+"""What a cell that is held is waiting for: in a word, and what helps."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +77,8 @@ def cell_verdict(before: CellStatus | None, cell: CellSeen, seen: Observed) -> V
         return Verdict("Pending", "Pending", "False", "PodsStarting", waits or "the servers are being created")
     last = record.recoveries[-1] if record.recoveries else None
     if record.held:
-        return Verdict("Failed", "Failed", "False", ConditionReason.CODE_MISMATCH, f"{record.held}; {_WHAT_HELPS}")
+        held, what_helps = _HELD[record.held_for]
+        return Verdict("Failed", "Failed", "False", held, f"{record.held}; {what_helps}")
     if record.stage is Stage.STALLED:
         why = f"; the last began because {last.reason}" if last else ""
         return Verdict(

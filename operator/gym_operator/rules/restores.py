@@ -21,7 +21,7 @@ from gym_operator.api.restore import (
 from gym_operator.rules.checkpoint_entries import Entry, entry_of
 from gym_operator.rules.checkpoint_queue import PATIENCE_SECONDS
 from gym_operator.rules.conditions import put
-from gym_servers.coordination.record import CellRecord, Stage
+from gym_servers.coordination.record import CellRecord, Hold, Stage
 from gym_servers.protocol.identity import next_attempt, parse_key
 from gym_servers.stack.spec import COLLECTION, Participant
 from gym_servers.storage.manifest import Publication
@@ -178,7 +178,7 @@ def progress(record: CellRecord, uid: str, begun: bool, backoff_limit: int) -> R
         if chosen is not None:
             return ConditionReason.SUPERSEDED, "another restore of this stack was begun since"
         return ConditionReason.RECORDS_REFUSED, f"the servers did not take its records, as events say; {_INSTEAD}"
-    if record.held:
+    if record.held and record.held_for is Hold.CODE:
         return ConditionReason.CODE_MISMATCH, f"{record.held}; {_INSTEAD}"
     if record.stage in (Stage.RUNNING, Stage.STOPPED):  # a checkpoint may have stopped it at once
         return "Succeeded"

@@ -177,6 +177,8 @@ def _recovering(seen: Observed, verdicts: Mapping[int, Verdict]) -> Told:
         last, verdict = cell.record.recoveries[-1], verdicts[cell.index]
         if last.seconds is None and verdict.phase == "Recovering":
             return ("True", verdict.reason, f"{seen.name_of(cell)}{last.reason}")
+        if cell.record.held:
+            return ("False", verdict.reason, f"{seen.name_of(cell)}{cell.record.held}")
         if newest is None or last.started_at > newest[1].started_at:
             newest = (cell, last)
     if newest is None:

@@ -46,6 +46,7 @@ class CellHost(Protocol):
 @dataclass(frozen=True)
 class CellSettings:
     """Which cell, and how it is treated. Times in seconds; the record keeps the last `kept_recoveries`.
+    `max_checkpoint_age`: what was published longer ago is not restored after a death; None for any.
     `restart_blockers_after`: how many checkpoints in a row a rollout may hold up before it is restarted; 0 for any
     number. `any_code`: records of other code are tried too. `patient`: processes that are told to end wait for a last
     checkpoint, so they have to be told where none comes."""
@@ -54,7 +55,8 @@ class CellSettings:
     cell: int
     token: str = field(repr=False)
     root: str
-    policy: Literal["Restore", "Restart"] = "Restore"
+    policy: Literal["Restore", "Restart", "Manual"] = "Restore"
+    max_checkpoint_age: float | None = None
     backoff_limit: int = 5
     prepare_timeout: float = 60.0
     commit_timeout: float = 120.0

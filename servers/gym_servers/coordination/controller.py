@@ -26,7 +26,7 @@ from gym_servers.coordination.checkpoint import (
     Tell,
     tombstone,
 )
-from gym_servers.coordination.choice import choice_of
+from gym_servers.coordination.choice import choice_of, people_decide
 from gym_servers.coordination.client import ParticipantClient, Unreachable
 from gym_servers.coordination.clocks import PeerClock
 from gym_servers.coordination.continuation import Continuation
@@ -37,6 +37,7 @@ from gym_servers.coordination.record import (
     CellRecord,
     Choice,
     Chosen,
+    Hold,
     OpenCheckpoint,
     Recovery,
     Stage,
@@ -107,8 +108,8 @@ class CellController:
         statuses = {c.name: status for c, status in zip(self._clients, answers, strict=True)}
         seen = {p.name: d.Seen(p.incarnation, p.alive, statuses.get(p.name), p.detail, p.leaving) for p in processes}
         self._seen = seen
-        if self.record.held and self.settings.any_code:
-            await self._save(held="")
+        if self.record.held:
+            await self._reconsider()
         step = await self._after_install(seen) or d.next_step(self.record, seen, busy=self.busy)
         await self._act(step, seen)
         return View(self.record, seen, {p.name: p.kind for p in processes}, step)
@@ -192,9 +193,23 @@ class CellController:
         holds can be continued, by other processes than these or when somebody allows it."""
         choice = self.record.restore
         held = f"checkpoint {choice.name if choice is not None else ''} was written by other code: {wrong}"
-        await self._save(held=held)
+        await self._save(held=held, held_for=Hold.CODE)
         await self._host.announce("Warning", "CodeMismatch", held)
         return d.Wait(held)
+
+    async def _reconsider(self) -> None:
+        """Let the cell go on once what it is held for is not so any more."""
+        record, policy = self.record, self.settings.policy
+        if record.held_for is Hold.CODE:
+            if self.settings.any_code:
+                await self._save(held="")
+        elif policy == "Restart":
+            *before, last = record.recoveries
+            await self._save(
+                held="", restore=None, recoveries=[*before, last.model_copy(update={"checkpoint": None})]
+            )
+        elif policy == "Restore":
+            await self._save(held="")
 
     async def _refused(self, error: Exception, times: int) -> None:
         """What is being restored was refused, as if `times` times: often enough, and an older one is chosen."""
@@ -288,7 +303,7 @@ class CellController:
                 "Warning", "RecoveryStalled", f"{failures - 1} recoveries in a row without progress; last: {reason}"
             )
             return
-        choice = await self._choice(record) if wish is None else wish.choice
+        choice = await self._choice(record, planned) if wish is None else wish.choice
         above = max(record.attempt, wish.above if wish is not None else 0)
         attempt, started = self._reserved = await asyncio.to_thread(self._reserve, above, started)
         pins = record.pins
@@ -299,6 +314,8 @@ class CellController:
             if one.incarnation is not None
             and (not pins or (name in pins and one.incarnation == pins[name].incarnation))
         }
+        source = f"checkpoint {choice.name}" if choice else "the input"
+        decided = not people_decide(record, self.settings, planned)
         recovery = Recovery(attempt=attempt, reason=reason, checkpoint=choice, started_at=started, planned=planned)
         await self._save(
             stage=Stage.REPLACING,
@@ -307,18 +324,21 @@ class CellController:
             pins={},
             restore=choice,
             stopped=None,
-            held="",
+            held="" if decided else f"{reason}, and people decide what comes of it: it would continue from {source}",
+            held_for=Hold.CODE if decided else Hold.POLICY,
             **({"refused": [], "refusals": {}} if wish is not None else {}),  # somebody wants it tried again
             chosen=record.chosen if wish is None else Chosen(choice=wish.choice, by=wish.by, attempt=attempt),
             failures=failures,
             recoveries=[*record.recoveries, recovery][-self.settings.kept_recoveries :],
         )
         self._reserved = None
-        source = f"checkpoint {choice.name}" if choice else "the input"
-        said: tuple[Literal["Normal", "Warning"], str] = (
-            ("Normal", "GoingOn") if planned else ("Warning", "Recovering")
-        )
-        await self._host.announce(*said, f"{reason}; attempt {attempt} continues from {source}")
+        if decided:
+            said: tuple[Literal["Normal", "Warning"], str] = (
+                ("Normal", "GoingOn") if planned else ("Warning", "Recovering")
+            )
+            await self._host.announce(*said, f"{reason}; attempt {attempt} continues from {source}")
+        else:
+            await self._host.announce("Warning", "RecoveryHeld", self.record.held)
         if ended:
             await self._end(ended)
 
@@ -344,11 +364,11 @@ class CellController:
             return self._reserved
         return reserve_attempt(cell, above, f"recovery-{secrets.token_hex(8)}"), started
 
-    async def _choice(self, record: CellRecord) -> Choice | None:
+    async def _choice(self, record: CellRecord, planned: bool) -> Choice | None:
         async def passed_over(message: str) -> None:
             await self._host.announce("Warning", "CheckpointUnusable", message)
 
-        return await choice_of(record, self.settings, self._open_store, passed_over)
+        return await choice_of(record, self.settings, self._open_store, passed_over, self._wall(), planned=planned)
 
     # ---- in service ---------------------------------------------------------------------------------------
 

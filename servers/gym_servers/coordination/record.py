@@ -28,6 +28,14 @@ class Stage(StrEnum):
     STALLED = "stalled"
 
 
+class Hold(StrEnum):
+    """Why fresh processes do not continue by themselves. code: what is to be restored was written by other code.
+    policy: a server died, and people are to decide what comes of it."""
+
+    CODE = "code"
+    POLICY = "policy"
+
+
 class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, alias_generator=to_camel, validate_by_name=True, validate_by_alias=True)
 
@@ -111,8 +119,9 @@ class Restarted(Blocked):
 class CellRecord(_Part):
     """`refused`: URIs of checkpoints that cannot be restored; `refusals`: URI -> how often one could not be
     installed. Both are forgotten once the cell runs. `failures`: recoveries in a row that brought no progress, -1
-    where the next one is asked for and none of them. `held`: why the fresh processes cannot continue from what is to
-    be restored: only other processes, or somebody who allows it, get the cell further."""
+    where the next one is asked for and none of them. `held`: why the fresh processes do not continue from what is to
+    be restored, empty where they do; `held_for`: what gets the cell further: other processes or somebody who allows
+    it, or whoever decides."""
 
     stage: Stage = Stage.STARTING
     attempt: int = 0
@@ -125,6 +134,7 @@ class CellRecord(_Part):
     refusals: dict[str, int] = {}
     failures: int = 0
     held: str = ""
+    held_for: Hold = Hold.CODE
     open: OpenCheckpoint | None = None
     stopped: Stopped | None = None
     recoveries: list[Recovery] = []
@@ -156,10 +166,12 @@ def tried_again(record: CellRecord, backoff_limit: int, suspended: bool) -> Cell
     runner that ends does that too. None where there is nothing to change.
 
     The processes are found dead by the next look, which begins a recovery. The one after a suspension was asked for,
-    so it is no failure."""
+    so it is no failure, and nobody has to decide about it."""
     stalled = record.stage is Stage.STALLED
     if suspended:
         changes: dict[str, Any] = {"failures": -1, **({"stage": Stage.RUNNING} if stalled else {})}
+        if record.held_for is Hold.POLICY:
+            changes["held"] = ""
     elif stalled and record.failures <= backoff_limit:
         changes = {"failures": record.failures - 1, "stage": Stage.RUNNING}  # the one that stalled was not tried
     else:

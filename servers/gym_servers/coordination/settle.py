@@ -45,9 +45,10 @@ def choose(
     refused: Collection[str],
     say: Callable[[str], None],
     since: int = 0,
+    too_old: Callable[[Publication], bool] = lambda _: False,
 ) -> Choice | None:
-    """The newest published checkpoint of this cell whose every digest verifies; None where there is none. `since` is
-    the lowest cell attempt that counts.
+    """The newest published checkpoint of this cell whose every digest verifies; None where there is none, or it is
+    `too_old`. `since` is the lowest cell attempt that counts.
 
     `say` is told why a newer one is passed over. Blocks. Raises StorageError.
     """
@@ -60,5 +61,7 @@ def choose(
         except ProtocolError as error:
             say(f"checkpoint {publication.name} is passed over: {error.detail}")
             continue
+        if too_old(publication):
+            return None
         return Choice(uri=uri, digest=digest, checkpoint_id=publication.checkpoint_id, name=publication.name)
     return None

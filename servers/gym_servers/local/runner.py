@@ -14,15 +14,19 @@ import httpx
 from gym_servers.coordination.cell_host import CellSettings, View
 from gym_servers.coordination.checkpoint import CheckpointFailed, Outcome, Progress
 from gym_servers.coordination.controller import CellController
-from gym_servers.coordination.record import CellRecord, Stage, tried_again
+from gym_servers.coordination.record import CellRecord, Hold, Stage, tried_again
 from gym_servers.local.processes import Announce, LocalHost
 from gym_servers.local.stack import LocalStack
-from gym_servers.stack.durations import parse_duration
+from gym_servers.stack.durations import age_seconds, parse_duration
 from gym_servers.stack.render import s3_settings
 from gym_servers.storage.locate import open_store
 from gym_servers.storage.store import StorageError
 
 LOOK_SECONDS = 0.2
+_WHAT_HELPS = {
+    Hold.CODE: "run it with the servers of before, or set recovery.codeMismatch to Accept",
+    Hold.POLICY: "run it again to go on from there",
+}
 Watch = Callable[[View], Awaitable[None]]
 
 
@@ -92,6 +96,7 @@ async def running(stack: LocalStack, folder: Path, announce: Announce) -> AsyncI
                 token=stack.environment["GYM_CONTROL_TOKEN"],
                 root=stack.root,
                 policy=stack.spec.recovery.policy,
+                max_checkpoint_age=age_seconds(stack.spec.recovery.max_checkpoint_age),
                 backoff_limit=stack.spec.recovery.backoff_limit,
                 prepare_timeout=parse_duration(stack.spec.checkpoints.prepare_timeout),
                 commit_timeout=parse_duration(stack.spec.checkpoints.commit_timeout),
@@ -171,7 +176,7 @@ async def up(stack: LocalStack, folder: Path, announce: Announce, every: float |
 def _what_is_missing(record: CellRecord, progress: Mapping[str, int], folder: Path) -> str:
     rows = f"{progress.get('rows', 0)} of {progress.get('expected', 0)} rows are there"
     if record.held:
-        return f"{rows}; {record.held}; run it with the servers of before, or set recovery.codeMismatch to Accept"
+        return f"{rows}; {record.held}; {_WHAT_HELPS[record.held_for]}"
     if record.stage is Stage.STALLED:
         logs = f"their logs are in {folder}"
         return f"{rows}; the cell has given up: correct what ends its servers - {logs} - and run it again"

@@ -40,6 +40,11 @@ def parse_age(text: str) -> int:
     return int(text[:-1]) * _SECONDS[text[-1]]
 
 
+def age_seconds(text: str | None) -> int | None:
+    """Seconds of an age that may be left out. Raises as `parse_age`."""
+    return None if text is None else parse_age(text)
+
+
 Duration = Annotated[
     str,
     StringConstraints(max_length=6),

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, StringConstraints, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from gym_servers.stack.durations import Duration
+from gym_servers.stack.durations import Age, Duration
 from gym_servers.stack.inference import InferenceSpec
 from gym_servers.stack.parts import ContainerResources, ObjectName
 from gym_servers.stack.settings import ParticipantKind, describe
@@ -273,8 +273,13 @@ class CheckpointsSpec(WireModel):
 class RecoverySpec(WireModel):
     """What happens when a server dies."""
 
-    policy: Literal["Restore", "Restart"] = "Restore"
-    """Restore continues from the newest checkpoint; Restart begins every unfinished rollout again."""
+    policy: Literal["Restore", "Restart", "Manual"] = "Restore"
+    """Restore continues from the newest checkpoint; Restart begins every unfinished rollout again; Manual brings
+    fresh servers up and waits until people decide: by another policy, or by a GymRestore. What was stopped or moved
+    on purpose goes on by itself in any case."""
+    max_checkpoint_age: Age | None = None
+    """After a death nothing older than this is restored, counted from its publication, such as 2h: unfinished
+    rollouts begin again then. Without it any age will do."""
     backoff_limit: int = Field(5, ge=0, le=1000)
     """Recoveries in a row, without a published checkpoint or a finished row between them, before the stack
     gives up."""
