@@ -212,11 +212,12 @@ class Faults(RuleBasedStateMachine):
     @rule(
         victims=VICTIMS,
         slow=st.booleans(),
-        moment=st.sampled_from([0.0, 0.01, 0.03, 0.15, 0.3]),
+        moment=st.sampled_from([None, None, 0.0, 0.01, 0.03, 0.15, 0.3]),
         by=st.sampled_from(
             [
                 "a second death",
                 "the coordinator's death",
+                "a predecessor's resume",
                 "a predecessor's resume",
                 "a predecessor's restore",
                 "old calls",
@@ -226,14 +227,23 @@ class Faults(RuleBasedStateMachine):
         then=st.sampled_from([0.0, 0.3, 1.0, GRACE + 1.0]),
     )
     def recovery_is_disturbed(
-        self, victims: tuple[str, ...], slow: bool, moment: float, by: str, second: tuple[str, ...], then: float
+        self,
+        victims: tuple[str, ...],
+        slow: bool,
+        moment: float | None,
+        by: str,
+        second: tuple[str, ...],
+        then: float,
     ) -> None:
-        """`slow`: storage takes a while to give the records."""
+        """`slow`: storage takes a while to give the records. `moment`: how long after the recovery has begun to put
+        the cell into service; None for while somebody reads its records."""
         self.world.kill(*victims)
         if slow:
-            self.world.loop.thread_seconds = 0.1
+            self.world.loop.thread_seconds = 0.3
         self.world.until(lambda: self.world.record.stage is Stage.STARTING and self.world.record.pins, 8.0)
-        self.passes(moment)
+        if moment is None:
+            self.world.until(self.world.reads, 3.0, look_seconds=0.01)
+        self.passes(moment or 0.0)
         match by:
             case "a second death":
                 self.world.kill(*second)
@@ -315,6 +325,12 @@ class Faults(RuleBasedStateMachine):
         elif verb == "resume" and numbered and self._being_started(who):
             more = {"cell_attempt": self.world.record.attempt}
         self._verb(who, verb, which, seconds, then, **more)
+
+    @rule(who=st.sampled_from(["counter", "counter", "agent", "env"]), seconds=DEADLINES, then=MOMENTS)
+    def foreign_prepare_meets_work(self, who: str, seconds: float, then: float) -> None:
+        """A checkpoint of another coordinator closes one server alone, while that is at work."""
+        self.world.until(lambda: self.world.works(who), 3.0, look_seconds=0.01)
+        self._verb(who, "prepare", "f8", seconds, then)
 
     @rule(
         orderly=st.booleans(),

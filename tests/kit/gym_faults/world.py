@@ -232,6 +232,17 @@ class World:
             live.where in ("close_agent", "verify", "return") for live in self.rig.participant("env")._live.values()
         )
 
+    def works(self, name: str) -> bool:
+        """Whether this server is doing something for a rollout."""
+        if name not in self.rig.processes_by_name:
+            return False
+        participant = self.rig.participant(name)
+        return bool(participant._live if name == "env" else len(participant._busy))
+
+    def reads(self) -> bool:
+        """Whether some process is reading the records that it is to restore."""
+        return any(one.plane._restoring.locked() for one in self.alive())
+
     def in_service(self) -> bool:
         return self.coordinated and self.record.stage is Stage.RUNNING and not self.coordinator.controller.busy
 
