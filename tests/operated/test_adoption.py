@@ -160,11 +160,7 @@ async def test_an_operator_killed_at_any_write_of_an_adoption_is_followed_by_one
     async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
         status = await taken(rig, "one")
         await asyncio.sleep(5)
-        assert rig.operator is not None
-        rig.operator.session.cut_at(write, after=after)
-        adopt(rig, "again", status["uri"], status["digest"])
-        await rig.until(lambda: rig.operator is None, "killed")
-        rig.start_operator()
+        await rig.replace_operator(write, lambda: adopt(rig, "again", status["uri"], status["digest"]), after=after)
         await final(rig, "again", "Succeeded")
         await taken(rig, "next")
 

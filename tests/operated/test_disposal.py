@@ -118,12 +118,9 @@ async def test_an_operator_killed_at_any_write_of_a_removal_is_followed_by_one_t
     async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
         status = await taken(rig, "one")
         await asyncio.sleep(5)
-        assert rig.operator is not None
-        rig.operator.session.cut_at(write, after=after)
-        delete(rig, "one")
-        await rig.until(lambda: rig.operator is None or not there(rig, "one"), "killed")
-        rig.kill_operator()
-        rig.start_operator()
+        await rig.replace_operator(
+            write, lambda: delete(rig, "one"), after=after, ended=lambda: not there(rig, "one")
+        )
         await rig.until(lambda: not there(rig, "one"), "gone")
         assert data(status) == set()
         rig.checkpoint("next")

@@ -9,10 +9,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from gym_operator.effects.kube import CHECKPOINTS, PODS
 from gym_rig.operated import OperatedRig, operated
+from gym_rig.writes import at_any_write
 from gym_servers.engine.rows import counter_rows
 
 STATE = {"value": {"step": 7, "none": None}}
@@ -102,19 +101,17 @@ async def test_a_recovery_from_the_input_says_that_all_start_over(tmp_path: Path
         assert "checkpoint" not in continuation(rig)
 
 
-@pytest.mark.parametrize(
-    ("write", "after"), [*((write, False) for write in range(1, 18, 4)), *((write, True) for write in range(1, 18))]
-)
+@at_any_write(17)
 async def test_it_is_said_whatever_write_of_the_recovery_the_operator_dies_at(
     tmp_path: Path, write: int, after: bool
 ) -> None:
     async with driven(tmp_path, "x", "y", "z") as rig:
-        assert rig.operator is not None
-        rig.operator.session.cut_at(write, after=after)
-        rig.kube.remove(PODS, "local", "rig-counter-0")
-        await rig.until(lambda: rig.operator is None or rig.in_service(1), "killed, or done")
-        rig.kill_operator()
-        rig.start_operator()
+        await rig.replace_operator(
+            write,
+            lambda: rig.kube.remove(PODS, "local", "rig-counter-0"),
+            after=after,
+            ended=lambda: rig.in_service(1),
+        )
         await rig.until(lambda: rig.in_service(1) and continuation(rig), "said")
         attempt = rig.record()["attempt"]
         assert continuation(rig) == expected(rig, attempt)

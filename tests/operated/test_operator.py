@@ -17,6 +17,7 @@ from gym_rig.cell import IDENTITY, LONGEST_SECONDS
 from gym_rig.fake_kube import FakeKube
 from gym_rig.operated import OperatedRig, operated
 from gym_rig.virtual import now
+from gym_rig.writes import at_any_write
 from gym_servers.coordination import checkpoint as taking
 from gym_servers.engine.rows import counter_rows
 from gym_servers.local.demo import account_of
@@ -92,20 +93,18 @@ async def test_a_container_that_dies_in_place_is_recovered(tmp_path: Path) -> No
         await to_the_end(rig)
 
 
-@pytest.mark.parametrize(
-    ("write", "after"), [*((write, False) for write in range(1, 13)), *((write, True) for write in range(2, 13, 3))]
-)
+@at_any_write(12)
 async def test_an_operator_killed_at_any_write_of_a_checkpoint(tmp_path: Path, write: int, after: bool) -> None:
     """SIGKILL at any point ends in a final checkpoint that says what storage says, participants in service, and a
     next checkpoint that works."""
     async with operated(tmp_path, rows()) as rig:
         await under_way(rig)
-        assert rig.operator is not None
-        rig.operator.session.cut_at(write, after=after)
-        rig.checkpoint("torn")
-        await rig.until(lambda: rig.operator is None or rig.complete() or rig.final("torn"), "killed")
-        rig.kill_operator()
-        rig.start_operator()
+        await rig.replace_operator(
+            write,
+            lambda: rig.checkpoint("torn"),
+            after=after,
+            ended=lambda: rig.complete() or rig.final("torn"),
+        )
         await rig.until(lambda: rig.final("torn"), "final")
         torn = rig.status(CHECKPOINTS, "torn")
         assert torn["phase"] in ("Succeeded", "Failed")
@@ -196,20 +195,17 @@ async def test_a_publication_whose_answer_was_lost_succeeded(tmp_path: Path, mon
         assert (lost, status["phase"], published(status)) == (True, "Succeeded", True)
 
 
-@pytest.mark.parametrize(
-    ("write", "after"),
-    [*((write, False) for write in range(1, 15, 3)), *((write, True) for write in range(2, 15, 4))],
-)
+@at_any_write(14)
 async def test_an_operator_killed_at_any_write_of_a_recovery(tmp_path: Path, write: int, after: bool) -> None:
     async with operated(tmp_path, rows()) as rig:
         await under_way(rig)
         assert (await taken(rig, "one"))["phase"] == "Succeeded"
-        assert rig.operator is not None
-        rig.operator.session.cut_at(write, after=after)
-        rig.kube.remove(PODS, IDENTITY.namespace, "rig-counter-0")
-        await rig.until(lambda: rig.operator is None or rig.complete(), "killed")
-        rig.kill_operator()
-        rig.start_operator()
+        await rig.replace_operator(
+            write,
+            lambda: rig.kube.remove(PODS, IDENTITY.namespace, "rig-counter-0"),
+            after=after,
+            ended=rig.complete,
+        )
         await rig.until(lambda: rig.in_service(1), "recovered")
         await to_the_end(rig)
         attempts = [recovery["attempt"] for recovery in rig.status()["cells"][0]["recoveries"]]

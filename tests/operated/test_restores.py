@@ -16,6 +16,7 @@ from gym_operator.rules.cell_record import from_document
 from gym_rig.cell import IDENTITY
 from gym_rig.operated import OperatedRig, operated
 from gym_rig.virtual import now
+from gym_rig.writes import at_any_write
 from gym_servers.control.plane import ControlPlane
 from gym_servers.engine.rows import counter_rows
 from gym_servers.local.demo import account_of
@@ -98,21 +99,16 @@ async def test_k12_a_stack_is_brought_to_an_older_checkpoint_and_says_to_which(t
         await to_the_end(rig)
 
 
-@pytest.mark.parametrize(
-    ("write", "after"), [*((write, False) for write in range(1, 11)), *((write, True) for write in range(1, 11, 2))]
-)
+@at_any_write(10)
 async def test_an_operator_killed_at_any_write_of_a_restore_is_followed_by_one_that_ends_it(
     tmp_path: Path, write: int, after: bool
 ) -> None:
     async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
         first = await taken(rig, "first")
         await taken(rig, "second")
-        assert rig.operator is not None
-        rig.operator.session.cut_at(write, after=after)
-        restore(rig, checkpointRef={"name": "first"})
-        await rig.until(lambda: rig.operator is None or rig.complete(), "killed")
-        rig.kill_operator()
-        rig.start_operator()
+        await rig.replace_operator(
+            write, lambda: restore(rig, checkpointRef={"name": "first"}), after=after, ended=rig.complete
+        )
         await final(rig, "back", "Succeeded")
         assert set(sources(rig)) == {first["checkpointID"]}
         attempts = [each["attempt"] for each in rig.status()["cells"][0]["recoveries"]]
@@ -372,14 +368,9 @@ async def test_k12_all_cells_of_a_stack_are_restored_and_each_once(tmp_path: Pat
         await rig.until(rig.all_in_service, "in service")
         first = await taken(rig, "first")
         await taken(rig, "second")
-        if write is not None:
-            assert rig.operator is not None
-            rig.operator.session.cut_at(write, after=False)
         restore(rig, checkpointRef={"name": "first"})
         if write is not None:
-            await rig.until(lambda: rig.operator is None or rig.complete(), "killed")
-            rig.kill_operator()
-            rig.start_operator()
+            await rig.replace_operator(write, ended=rig.complete)
         status = await final(rig, "back", "Succeeded")
         assert [cell["uri"] for cell in status["cells"]] == [cell["uri"] for cell in first["cells"]]
         assert {each["cell"] for each in status["continued"]} <= {0, 1}

@@ -75,10 +75,7 @@ async def test_a_schedule_keeps_the_newest_whenever_its_operator_dies(tmp_path: 
         schedule(rig, keep={"last": 2})
         await rig.until(lambda: len(checkpoints(rig)) == 3, "two of the schedule")
         if write is not None:
-            assert rig.operator is not None
-            rig.operator.session.cut_at(write, after=False)
-            await rig.until(lambda: rig.operator is None, "killed")
-            rig.start_operator()
+            await rig.replace_operator(write)
         await asyncio.sleep(150)
         assert 3 <= len(checkpoints(rig)) <= 4, "two finished ones, and perhaps one that is being taken"
         assert "by-hand" in checkpoints(rig), "not its own"

@@ -18,6 +18,7 @@ from gym_rig.collecting import owners, taken, to_the_end, under_way
 from gym_rig.network import Fault
 from gym_rig.operated import OperatedRig, operated
 from gym_rig.virtual import now
+from gym_rig.writes import at_any_write
 from gym_servers import assemble
 from gym_servers.coordination.checkpoint import CheckpointFailed
 from gym_servers.coordination.controller import CellController
@@ -513,12 +514,13 @@ async def test_a_node_that_is_in_use_again_keeps_its_pods(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("why", ["deleted", "another image"])
-@pytest.mark.parametrize("write", range(1, 13))
-async def test_an_operator_killed_at_any_write_of_a_roll_out(tmp_path: Path, write: int, why: str) -> None:
+@at_any_write(12)
+async def test_an_operator_killed_at_any_write_of_a_roll_out(
+    tmp_path: Path, write: int, after: bool, why: str
+) -> None:
     """Whoever comes after it goes on with it: nothing starts over, nothing stays parked, no attempt is used twice."""
     async with operated(tmp_path, rows(), rate=20.0) as rig:
         await under_way(rig)
-        assert rig.operator is not None
         if why == "another image":
             rig.change(image="rig:2")
             await rig.until(
@@ -530,10 +532,7 @@ async def test_an_operator_killed_at_any_write_of_a_roll_out(tmp_path: Path, wri
             )
         else:
             rig.leave("rig-agent-0")
-        rig.operator.session.cut_at(write, after=write % 2 == 0)
-        await rig.until(lambda: rig.operator is None or rig.complete(), "killed")
-        rig.kill_operator()
-        rig.start_operator()
+        await rig.replace_operator(write, after=after, ended=rig.complete)
         await rig.until(lambda: rig.in_service(1), "continued")
         await to_the_end(rig, ROWS)
         assert set(sources(rig)) == {"roll-out"}

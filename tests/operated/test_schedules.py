@@ -85,10 +85,7 @@ async def test_k5_an_operator_killed_at_any_write_makes_one_checkpoint_for_each_
         schedule(rig)
         await rig.until(lambda: status(rig).get("nextScheduleTime"), "it was looked at")
         await asyncio.sleep(18)
-        assert rig.operator is not None
-        rig.operator.session.cut_at(write, after=after)
-        await rig.until(lambda: rig.operator is None, "killed")
-        rig.start_operator()
+        await rig.replace_operator(write, after=after)
         await rig.until(lambda: len(made(rig)) == 3 and rig.final(made(rig)[2]["metadata"]["name"]), "three")
         times = [body["metadata"]["annotations"][names.SCHEDULED_AT] for body in made(rig)]
         assert len(set(times)) == 3

@@ -12,6 +12,7 @@ from gym_operator.effects.kube import CHECKPOINTS, PODS
 from gym_operator.rules.cell_record import from_document
 from gym_rig.operated import OperatedRig, operated
 from gym_rig.virtual import now
+from gym_rig.writes import at_any_write
 from gym_servers.engine.rows import counter_rows
 from gym_servers.local.demo import account_of
 from gym_servers.storage.locate import open_store
@@ -113,22 +114,20 @@ async def test_a_checkpoint_that_fails_stops_nothing(tmp_path: Path) -> None:
         await to_the_end(rig)
 
 
-@pytest.mark.parametrize(
-    ("write", "after"), [*((write, False) for write in range(1, 13)), *((write, True) for write in range(2, 13, 3))]
-)
+@at_any_write(12)
 async def test_c1_an_operator_killed_at_any_write_leaves_the_stack_stopped_or_at_work(
     tmp_path: Path, write: int, after: bool
 ) -> None:
     """As its checkpoint says: stopped where it succeeded, at work where it failed."""
     async with operated(tmp_path, counter_rows(ROWS, 1)) as rig:
         await under_way(rig)
-        assert rig.operator is not None
-        rig.operator.session.cut_at(write, after=after)
-        rig.checkpoint("last", stopAfter=True)
         began = now()
-        await rig.until(lambda: rig.operator is None or (rig.final("last") and now() - began > 30), "killed")
-        rig.kill_operator()
-        rig.start_operator()
+        await rig.replace_operator(
+            write,
+            lambda: rig.checkpoint("last", stopAfter=True),
+            after=after,
+            ended=lambda: rig.final("last") and now() - began > 30,
+        )
         await rig.until(lambda: rig.final("last"), "final")
         status = rig.status(CHECKPOINTS, "last")
         if status["phase"] == "Succeeded":

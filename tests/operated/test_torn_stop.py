@@ -12,6 +12,7 @@ from gym_operator.effects.kube import CHECKPOINTS, EVENTS, PODS
 from gym_rig.cell import IDENTITY
 from gym_rig.operated import OperatedRig, operated
 from gym_rig.virtual import now
+from gym_rig.writes import at_any_write
 from gym_servers.engine.rows import counter_rows
 from gym_servers.storage.directory import DirectoryStore
 from gym_servers.storage.store import StorageError
@@ -108,20 +109,20 @@ async def test_a_death_in_either_cell_of_a_stack_that_is_being_stopped_ends_it_s
         await ends_as_it_says(rig)
 
 
-@pytest.mark.parametrize(("write", "after"), [(write, write % 4 == 0) for write in (6, 10, 12, 16, 20)])
+@at_any_write(20, 6)
 async def test_c1_an_operator_killed_at_any_write_of_a_torn_stop_leaves_all_at_work(
     tmp_path: Path, full: set[int], write: int, after: bool
 ) -> None:
     async with operated(tmp_path, counter_rows(6, 1), rate=SLOWLY, **stack(tmp_path)) as rig:
         await rig.until(rig.all_in_service, "in service")
         full.add(1)
-        assert rig.operator is not None
-        rig.operator.session.cut_at(write, after=after)
-        rig.checkpoint("last", stopAfter=True)
         began = now()
-        await rig.until(lambda: rig.operator is None or (rig.final("last") and now() - began > 30), "killed")
-        rig.kill_operator()
-        rig.start_operator()
+        await rig.replace_operator(
+            write,
+            lambda: rig.checkpoint("last", stopAfter=True),
+            after=after,
+            ended=lambda: rig.final("last") and now() - began > 30,
+        )
         await rig.until(lambda: rig.final("last"), "final")
         full.clear()
         await ends_as_it_says(rig)

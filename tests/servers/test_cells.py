@@ -19,6 +19,7 @@ from gym_rig.fake_kube import FakeKube
 from gym_rig.network import Fault, Seen
 from gym_rig.operated import OperatedRig, operated
 from gym_rig.virtual import now
+from gym_rig.writes import at_any_write
 from gym_servers.coordination.controller import CellController
 from gym_servers.coordination.record import CellRecord, Choice
 from gym_servers.engine.rows import counter_rows
@@ -346,10 +347,7 @@ async def test_a_second_operator_over_several_cells_does_no_harm(tmp_path: Path)
             assert attempts == sorted(set(attempts))
 
 
-@pytest.mark.parametrize(
-    ("write", "after"),
-    [*((write, False) for write in range(1, 24, 2)), *((write, True) for write in range(2, 24, 4))],
-)
+@at_any_write(23)
 async def test_an_operator_killed_at_any_write_of_a_checkpoint_of_two_cells(
     tmp_path: Path, write: int, after: bool
 ) -> None:
@@ -357,12 +355,12 @@ async def test_an_operator_killed_at_any_write_of_a_checkpoint_of_two_cells(
     works."""
     async with operated(tmp_path, rows(), cells=2) as rig:
         await under_way(rig)
-        assert rig.operator is not None
-        rig.operator.session.cut_at(write, after=after)
-        rig.checkpoint("torn")
-        await rig.until(lambda: rig.operator is None or rig.complete() or rig.final("torn"), "killed")
-        rig.kill_operator()
-        rig.start_operator()
+        await rig.replace_operator(
+            write,
+            lambda: rig.checkpoint("torn"),
+            after=after,
+            ended=lambda: rig.complete() or rig.final("torn"),
+        )
         await rig.until(lambda: rig.final("torn"), "final")
         torn = rig.status(CHECKPOINTS, "torn")
         for part in torn["cells"]:
@@ -376,18 +374,17 @@ async def test_an_operator_killed_at_any_write_of_a_checkpoint_of_two_cells(
         assert rig.phases() == {"idle"}
 
 
-@pytest.mark.parametrize("write", range(1, 20, 3))
-async def test_an_operator_killed_at_any_write_of_two_recoveries(tmp_path: Path, write: int) -> None:
+@at_any_write(19)
+async def test_an_operator_killed_at_any_write_of_two_recoveries(tmp_path: Path, write: int, after: bool) -> None:
     async with operated(tmp_path, rows(), cells=2) as rig:
         await under_way(rig)
         assert (await taken(rig, "one"))["phase"] == "Succeeded"
-        assert rig.operator is not None
-        rig.operator.session.cut_at(write, after=write % 2 == 0)
-        rig.kube.remove(PODS, IDENTITY.namespace, "rig-counter-0")
-        rig.kube.remove(PODS, IDENTITY.namespace, "rig-agent-1")
-        await rig.until(lambda: rig.operator is None or rig.complete(), "killed")
-        rig.kill_operator()
-        rig.start_operator()
+
+        def both_die() -> None:
+            rig.kube.remove(PODS, IDENTITY.namespace, "rig-counter-0")
+            rig.kube.remove(PODS, IDENTITY.namespace, "rig-agent-1")
+
+        await rig.replace_operator(write, both_die, after=after, ended=rig.complete)
         await rig.until(lambda: rig.in_service(1, cell=0) and rig.in_service(1, cell=1), "recovered")
         await to_the_end(rig, ROWS)
         for cell in range(2):

@@ -1,8 +1,8 @@
 """`make test`: every suite this machine can run, and an account of what ran and what could not.
 
 The suites run even if an earlier one failed, so that one run shows everything. `N=` makes the long variants longer.
-Two suites run side by side. The cluster has the machine to itself, since its pods need all of it; so has vLLM, which
-is left out where it cannot be installed.
+Two suites run side by side. The cluster has the machine to itself, since its pods need all of it. What mostly waits for
+an API server that is away runs beside vLLM, which is left out where it cannot be installed.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ BESIDE = (  # the longest first
     Suite("generated", ("python", "-m", "gym_operator.crds", "--check")),
 )
 AT_ONCE = 2
-CLUSTER = Suite("cluster", ("pytest", "tests/cluster", "tests/bench"))
+OUTAGE_TESTS = "tests/cluster/test_api_server_faults.py"
+CLUSTER = Suite("cluster", ("pytest", "tests/cluster", "tests/bench", f"--ignore={OUTAGE_TESTS}"))
+OUTAGE = Suite("outage", ("pytest", OUTAGE_TESTS))
 VLLM = Suite(
     "vllm",
     ("pytest", "tests/vllm", "--session-timeout=720"),
@@ -96,18 +98,21 @@ def main() -> int:
     with progress.step("suites that need no cluster"):
         _run_beside(BESIDE, tally, progress)
     problem = _prepared(progress)
+    last = []
     if problem is not None:
-        tally.could_not.append(f"{CLUSTER.name} ({problem})")
+        tally.could_not += [f"{suite.name} ({problem})" for suite in (CLUSTER, OUTAGE)]
     else:
         with progress.step(f"suite {CLUSTER.name}"):
             _run(CLUSTER, tally)
-    if local.down(progress):
-        progress.note("the local node is removed")
+        last.append(OUTAGE)
     if (reason := vllm.missing(progress)) is not None:
         tally.left_out.append(f"{VLLM.name} ({reason})")
     else:
-        with progress.step(f"suite {VLLM.name}"):
-            _run(VLLM, tally)
+        last.append(VLLM)
+    with progress.step(f"suites {' and '.join(suite.name for suite in last)}"):
+        _run_beside(last, tally, progress)
+    if local.down(progress):
+        progress.note("the local node is removed")
     if not kind.docker_answers():
         progress.note("kind was not tried: no Docker engine answers here; the cluster suite ran on the local node")
     counts = tally.counts

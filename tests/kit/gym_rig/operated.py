@@ -352,6 +352,23 @@ class OperatedRig:
             self.kube.watch = lambda resource, deleted, body: None
             self.operator = None
 
+    async def replace_operator(
+        self,
+        write: int,
+        begin: Callable[[], object] = lambda: None,
+        *,
+        after: bool = False,
+        ended: Callable[[], object] = lambda: False,
+    ) -> None:
+        """Kill the operator at its n-th write from now on, before that landed or `after`, or once it has `ended` what
+        `begin` begins, with less writes; then start another."""
+        assert self.operator is not None
+        self.operator.session.cut_at(write, after=after)
+        begin()
+        await self.until(lambda: self.operator is None or ended(), "killed, or done")
+        self.kill_operator()
+        self.start_operator()
+
     async def stop_operator(self) -> None:
         """As SIGTERM does."""
         if self.operator is not None:
