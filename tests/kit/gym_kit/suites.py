@@ -1,8 +1,8 @@
 """`make test`: every suite this machine can run, and an account of what ran and what could not.
 
 The suites run even if an earlier one failed, so that one run shows everything. `N=` makes the long variants longer.
-Two suites run side by side. The cluster has the machine to itself, since its pods need all of it. What mostly waits for
-an API server that is away runs beside vLLM, which is left out where it cannot be installed.
+Two suites run side by side. The cluster has the machine to itself, since its pods need all of it. What mostly waits
+for an API server that is away runs beside vLLM, which is left out where it cannot be installed.
 """
 
 from __future__ import annotations
