@@ -24,8 +24,8 @@ from gym_faults.mutants import MUTANTS, Mutant
 PROJECT = Path(__file__).resolve().parents[3]
 PRODUCT = Path("servers/gym_servers")
 AT_ONCE = 2
-EXAMPLES = 400
-SECONDS = 240
+EXAMPLES = 2000
+SECONDS = 900
 PATIENCE = 10  # a busy machine needs so many times as long as it computes
 
 
