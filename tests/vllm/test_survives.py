@@ -6,11 +6,12 @@ tokens are closer than what another order of floating-point additions changes, e
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from itertools import pairwise
 from pathlib import Path
 
@@ -33,8 +34,6 @@ pytestmark = pytest.mark.timeout(2400)  # the first waits for the engine to star
 @pytest.fixture(scope="module")
 def expected(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[Turn]]:
     """The trajectories of a run that nobody interrupts."""
-    import asyncio
-
     folder = tmp_path_factory.mktemp("whole") / "run"
 
     async def run() -> None:
@@ -89,11 +88,14 @@ async def test_kills_inside_of_generations_change_nothing_and_cost_nothing_that_
     print(f"seed {seed}")
     source = random.Random(seed)
     killed, total = 0, sum(len(turn.ids) for turns in expected.values() for turn in turns)
-    async with collecting(folder, engine, rows_of_tests(), cut_at_engine=where == "engine") as run:
+    async with AsyncExitStack() as stack:
+        async with engine.held():  # nothing is generated before it is looked at
+            cell = collecting(folder, engine, rows_of_tests(), cut_at_engine=where == "engine")
+            run = await stack.enter_async_context(cell)
         for round_ in range(1, ROUNDS + 1):
-            await run.until("progress", _after(run, source.uniform(0.05, 0.2) * total))
-            taken = await run.runner.checkpoint(f"cut-{round_}")
-            assert taken.publication.state == "published"
+            async with _in_the_middle(run, source.uniform(0.05, 0.2) * total):
+                taken = await run.runner.checkpoint(f"cut-{round_}")
+                assert taken.publication.state == "published"
             async with _in_the_middle(run, source.uniform(0.01, 0.05) * total):
                 run.kill(source.choice(VICTIMS))
                 killed += 1
@@ -112,22 +114,15 @@ async def test_kills_inside_of_generations_change_nothing_and_cost_nothing_that_
     print(f"{where}: {len(prefixes)} calls cut, {kept} tokens kept, {close} close calls, seed {seed}")
 
 
-@asynccontextmanager
-async def _in_the_middle(run: Collection, tokens: float) -> AsyncIterator[None]:
+def _in_the_middle(run: Collection, tokens: float) -> AbstractAsyncContextManager[None]:
     """Once so many tokens more were generated, and while some generation stands in its middle."""
-    while True:
-        await run.until("a generation to interrupt", _after(run, tokens))
-        async with run.engine.held():
-            if run.generating():
-                yield
-                return
-        tokens = 0
+    goal = run.tokens() + tokens
 
+    def holds() -> bool:
+        assert not run.runner.progress().get("ended"), "it has ended before it could be interrupted"
+        return run.tokens() >= goal and run.generating() > 0
 
-def _after(run: Collection, tokens: float) -> Callable[[], bool]:
-    """Holds once so many tokens more were generated, inside of a generation."""
-    until = run.tokens() + tokens
-    return lambda: run.tokens() >= until and run.generating() > 0
+    return run.engine.held_once(holds)
 
 
 def test_the_journal_has_all_tokens_that_the_engine_has_counted(

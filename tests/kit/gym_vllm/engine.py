@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from gym_vllm.journal import JOURNAL, Generated, Streams
 
 MODEL = Path(__file__).parent / "model"
 NAME = "tiny"
+MOMENT_SECONDS = 0.03
 START_SECONDS = 900.0  # it imports for minutes, and longer where others are at work
 PROJECT = Path(__file__).parents[3]
 
@@ -55,6 +57,19 @@ class Engine:
                 yield
             finally:
                 (await client.post("/resume")).raise_for_status()
+
+    @asynccontextmanager
+    async def held_once(self, holds: Callable[[], object], seconds: float = 240.0) -> AsyncIterator[None]:
+        """As `held`, from the moment in which it `holds`. It works a moment at a time until then: else it could be
+        through with everything before this process is looked at again. Raises AssertionError after so many seconds."""
+        give_up = time.monotonic() + seconds
+        while True:
+            async with self.held():
+                if holds():
+                    yield
+                    return
+            assert time.monotonic() < give_up, "what the engine was to be held for has not come"
+            await asyncio.sleep(MOMENT_SECONDS)
 
     def _metric(self, name: str) -> int:
         text = httpx.get(f"{self.url}/metrics", timeout=30.0, trust_env=False).text
