@@ -61,7 +61,7 @@ class Engine:
     @asynccontextmanager
     async def held_once(self, holds: Callable[[], object], seconds: float = 240.0) -> AsyncIterator[None]:
         """As `held`, from the moment in which it `holds`. It works a moment at a time until then: else it could be
-        through with everything before this process is looked at again. Raises AssertionError after so many seconds."""
+        through with everything before this process is looked at again. Raises AssertionError after `seconds`."""
         give_up = time.monotonic() + seconds
         while True:
             async with self.held():
