@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from gym_servers.__main__ import _until_told
+from gym_servers.commands import _until_told
 from gym_servers.stack.settings import SettingsError
 
 
