@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gym_operator.api.names import DATA_FINALIZER
-from gym_operator.effects.kube import CHECKPOINTS, EVENTS, PODS, SCHEDULES, STACKS
+from gym_operator.effects.kube import CHECKPOINTS, EVENTS, PODS, SCHEDULES, SECRETS, STACKS
 from gym_rig.cell import IDENTITY
 from gym_rig.operated import OperatedRig, operated
 from gym_rig.virtual import now
@@ -225,6 +225,40 @@ async def test_k2_credentials_that_are_gone_hold_an_object_for_a_minute(tmp_path
         await rig.until(lambda: said(rig, "DataLeft"), "said so")
         assert "Secret gone" in said(rig, "DataLeft")[0]
         assert data(status)
+
+
+async def test_k2_data_goes_also_where_the_credentials_went_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a deleted namespace may have it. A storage that fails then is not waited for any longer than credentials."""
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        elsewhere = {"s3": {"bucket": "bucket", "credentialsSecret": "keys"}}
+        statuses = {name: await taken(rig, name) for name in ("one", "two", "three")}
+        for name in statuses:
+            found = {**rig.status(CHECKPOINTS, name), "storage": elsewhere}
+            rig.kube.set(CHECKPOINTS, IDENTITY.namespace, name, status=found)
+        keys = {"AWS_ACCESS_KEY_ID": "a2V5", "AWS_SECRET_ACCESS_KEY": "a2V5"}
+        rig.kube.put(SECRETS, IDENTITY.namespace, {"metadata": {"name": "keys"}, "data": keys})
+        delete(rig, "one")
+        await rig.until(lambda: not there(rig, "one"), "the operator has used the keys")
+        rig.kube.remove(SECRETS, IDENTITY.namespace, "keys")
+        delete(rig, "two")
+        await rig.until(lambda: not there(rig, "two"), "gone")
+        assert data(statuses["two"]) == set()
+        assert not said(rig, "DataLeft")
+
+        Away(monkeypatch)
+        began = now()
+        delete(rig, "three")
+        await rig.until(lambda: not there(rig, "three"), "let go of")
+        assert 60 <= now() - began < 90
+        await rig.until(lambda: said(rig, "DataLeft"), "said so")
+
+        assert rig.operator is not None
+        known = rig.operator.fleet._s.accesses
+        assert known._known
+        rig.kube.let_go(STACKS, IDENTITY.namespace, IDENTITY.name)
+        await rig.until(lambda: not known._known, "nothing there needs the keys any more")
 
 
 async def test_k3_after_the_storage_was_pointed_elsewhere_only_its_own_data_goes(tmp_path: Path) -> None:

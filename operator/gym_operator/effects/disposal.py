@@ -18,6 +18,7 @@ from gym_operator.api.checkpoint import CheckpointStatus
 from gym_operator.api.conditions import ConditionReason
 from gym_operator.api.event_reasons import Afterwards
 from gym_operator.api.objects import format_time
+from gym_operator.effects.accesses import Accesses
 from gym_operator.effects.adoptions import HELD_BY_ANOTHER
 from gym_operator.effects.cache import Cache, Key
 from gym_operator.effects.events import Events, Level, Subject
@@ -57,10 +58,11 @@ class Disposal:
         wall: Callable[[], float],
         monotonic: Callable[[], float],
         cluster: str | None,
+        accesses: Accesses,
     ) -> None:
         self._kube, self._cache, self._events = kube, cache, events
-        self._wall, self._monotonic, self._cluster = wall, monotonic, cluster
-        self._seen = -1
+        self._wall, self._monotonic, self._cluster, self._accesses = wall, monotonic, cluster, accesses
+        self._seen = (-1, -1)
         self._duties: list[tuple[Entry, Duty]] = []
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._due: dict[tuple[str, Duty], float] = {}
@@ -71,8 +73,9 @@ class Disposal:
 
     async def step(self) -> None:
         self._tasks = {uid: task for uid, task in self._tasks.items() if not task.done()}
-        if self._cache.entry_changes != self._seen:  # else there may be thousands, and nothing new about any
-            self._seen = self._cache.entry_changes
+        seen = self._cache.entry_changes, len(self._cache.stacks)
+        if seen != self._seen:  # else there may be thousands, and nothing new about any
+            self._seen = seen
             self._look()
         now = self._monotonic()
         clearing = [(entry, Duty.CLEAR) for entry in self._failed if self._is_to_be_cleared(entry)]
@@ -86,6 +89,7 @@ class Disposal:
         present = {entry.uid for entry in entries}
         self._due = {known: due for known, due in self._due.items() if known[0] in present}
         self._failing_since = {uid: since for uid, since in self._failing_since.items() if uid in present}
+        self._accesses.keep({key.namespace for key in self._cache.stacks} | {entry.namespace for entry in entries})
         self._duties = [(entry, duty) for entry in entries if (duty := rules.duty_of(entry)) is not None]
         self._cleared &= present
         self._failed = [entry for entry in entries if entry.phase == "Failed" and entry.uid not in self._cleared]
@@ -123,7 +127,7 @@ class Disposal:
         """One that was adopted to be kept, and is to go with its data now, has not claimed it yet."""
         if entry.adopted and entry.final:
             writer = await self._writer(entry)
-            storage = StackStorage(self._kube, entry.namespace)
+            storage = self._storage_of(entry)
             await self._read(storage, writer.status)
             try:
                 for part in entry.parts:
@@ -142,14 +146,15 @@ class Disposal:
         if claims:
             announced = ConditionReason.REMOVING, "its data is being removed"
             await writer.put(phases.deleting(writer.status, *announced, writer.generation))
-        storage = StackStorage(self._kube, entry.namespace)
+        storage = self._storage_of(entry)
         try:
             removed = [await self._remove(storage, writer.status, uri, claim) for uri, claim in claims]
         except NotOurs as error:
             self._say(entry, "Warning", Afterwards.DATA_LEFT, f"its data is left where it is: {error}")
         except StorageError as error:
             since = self._failing_since.setdefault(entry.uid, self._monotonic())
-            if not rules.gives_up(self._monotonic() - since, error.problem):
+            problem = StorageProblem.CREDENTIALS_MISSING if storage.remembered else error.problem
+            if not rules.gives_up(self._monotonic() - since, problem):
                 await writer.put(phases.deleting(writer.status, error.problem, str(error), writer.generation))
                 return
             left = ", ".join(uri for uri, _ in claims)
@@ -171,7 +176,7 @@ class Disposal:
     async def _clear(self, entry: Entry) -> None:
         self._cleared.add(entry.uid)  # what cannot be removed now is tried by the next operator
         writer = await self._writer(entry)
-        storage = StackStorage(self._kube, entry.namespace)
+        storage = self._storage_of(entry)
         for uri, claim in rules.claims_of(writer.status, entry.uid):
             if claim.digest is None:
                 await self._remove(storage, writer.status, uri, claim)
@@ -234,6 +239,9 @@ class Disposal:
 
     async def _set_finalizer(self, entry: Entry, *, present: bool) -> None:
         await set_finalizer(self._kube, entry.namespace, entry.name, entry.uid, present=present)
+
+    def _storage_of(self, entry: Entry) -> StackStorage:
+        return StackStorage(self._kube, entry.namespace, accesses=self._accesses)
 
     async def _writer(self, entry: Entry) -> CheckpointWriter:
         """The status as it is. Raises Gone, KubeError."""

@@ -79,9 +79,15 @@ class Fleet:
             services.kube, services.cache, self._namespaces, self._is, self._see_to, services.monotonic
         )
         self._disposal = Disposal(
-            services.kube, services.cache, services.events, services.wall, services.monotonic, services.cluster
+            services.kube,
+            services.cache,
+            services.events,
+            services.wall,
+            services.monotonic,
+            services.cluster,
+            services.accesses,
         )
-        self._left_alone = Orphans(services.kube, services.wall, services.monotonic)
+        self._left_alone = Orphans(services.kube, services.wall, services.monotonic, services.accesses)
         self._retention = Retention(services.kube, services.cache, services.events, services.wall)
         self._schedules = Schedules(services.kube, services.cache, services.events, services.wall)
 

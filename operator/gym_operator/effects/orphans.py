@@ -9,6 +9,7 @@ from typing import Final
 
 from gym_operator.api.checkpoint import TERMINAL
 from gym_operator.effects import checkpoint_part as parts
+from gym_operator.effects.accesses import Accesses
 from gym_operator.effects.checkpoint_part import Part
 from gym_operator.effects.kube import Kube
 from gym_operator.effects.status_writers import CheckpointWriter
@@ -24,8 +25,10 @@ PATIENCE_SECONDS: Final = 60.0
 class Orphans:
     """`end` is called again and again for each until it is final."""
 
-    def __init__(self, kube: Kube, wall: Callable[[], float], monotonic: Callable[[], float]) -> None:
-        self._kube, self._wall, self._monotonic = kube, wall, monotonic
+    def __init__(
+        self, kube: Kube, wall: Callable[[], float], monotonic: Callable[[], float], accesses: Accesses
+    ) -> None:
+        self._kube, self._wall, self._monotonic, self._accesses = kube, wall, monotonic, accesses
         self._since: dict[str, float] = {}
 
     async def end(self, writer: CheckpointWriter, reason: str, message: str) -> bool:
@@ -68,7 +71,7 @@ class Orphans:
 
     async def _storage(self, writer: CheckpointWriter) -> StackStorage | None:
         """As the checkpoint's status says that it is reached; None where it does not say so in a form we read."""
-        storage = StackStorage(self._kube, writer.namespace)
+        storage = StackStorage(self._kube, writer.namespace, accesses=self._accesses)
         try:
             await storage.read(StorageSpec.model_validate(writer.status.storage or {}, by_alias=True, by_name=False))
         except ValueError:

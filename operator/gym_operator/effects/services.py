@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import httpx
 
+from gym_operator.effects.accesses import Accesses
 from gym_operator.effects.cache import Cache
 from gym_operator.effects.events import Events
 from gym_operator.effects.kube import Kube
@@ -30,3 +31,4 @@ class Services:
     watches_nodes: bool = False
     """Whether it is told when a node is cordoned."""
     metrics: Metrics = field(default_factory=Metrics)
+    accesses: Accesses = field(default_factory=Accesses)

@@ -19,6 +19,7 @@ from typing import Any, Final, TypeVar
 
 from gym_operator.api import names
 from gym_operator.api.conditions import ConditionReason
+from gym_operator.effects.accesses import Accesses
 from gym_operator.effects.kube import SECRETS, Kube, KubeError, NotFound
 from gym_operator.rules.observed import Storage
 from gym_servers.stack.render import s3_settings
@@ -77,9 +78,14 @@ class Below:
         return found
 
 
+class _Absent(StorageError):
+    """A Secret is not there."""
+
+
 class StackStorage:
     """The storage of one stack. `state` is what is known about it; `owner` is who claims it, once it is proved.
-    `progressed` is told, in any thread, of each use of the bucket that had an answer."""
+    `progressed` is told, in any thread, of each use of the bucket that had an answer. `remembered`: its Secrets are
+    gone, and it is reached as they said last."""
 
     def __init__(
         self,
@@ -88,10 +94,13 @@ class StackStorage:
         monotonic: Callable[[], float] = time.monotonic,
         owner: Owner | None = None,
         progressed: Callable[[], None] = lambda: None,
+        accesses: Accesses | None = None,
     ) -> None:
         self._kube, self._namespace, self._monotonic, self._owner = kube, namespace, monotonic, owner
         self._progressed = progressed
+        self._accesses = accesses if accesses is not None else Accesses()
         self.state = _UNPROVED
+        self.remembered = False
         self._spec: StorageSpec | None = None
         self._root = ""
         self._access = AccessSource(S3Access())
@@ -119,10 +128,14 @@ class StackStorage:
             self._probe = asyncio.create_task(self._look())
 
     async def read(self, spec: StorageSpec) -> None:
-        """Learn how it is reached without trying whether it can be written: for who only takes away. Raises
-        KubeError."""
+        """Learn how it is reached without trying whether it can be written: for who only takes away, also where the
+        Secrets went first. Raises KubeError."""
         self._spec = spec
         await self._read_secrets(spec.s3)
+        last = self._accesses.last(self._namespace, spec.s3)
+        if isinstance(self._missing, _Absent) and last is not None:
+            self._missing, self.remembered = None, True
+            self._access.replace(last)
 
     def open(self, uri: str) -> ObjectStore:
         """The store at `uri`. Blocks. Raises StorageError."""
@@ -181,6 +194,7 @@ class StackStorage:
             self._missing = error
             return
         access = S3Access(credentials, ca)
+        self._accesses.note(self._namespace, s3, access)
         if self._missing is not None or access != self._access.current():
             self._missing, self.state, self._probe_due = None, _UNPROVED, float("-inf")
             self._end_probe()  # of the access before
@@ -213,7 +227,7 @@ class StackStorage:
         try:
             secret = await self._kube.get(SECRETS, self._namespace, name)
         except NotFound as error:
-            raise StorageError(
+            raise _Absent(
                 f"there is no Secret {name} in this namespace; create it with the keys {' and '.join(keys)}", problem
             ) from error
         except KubeError as error:

@@ -101,7 +101,9 @@ class StackWorker:
         self._subject = Subject(names.STACK_KIND, key.namespace, key.name, uid)
         self._writer = StackWriter(services.kube, key.namespace, key.name, uid, self._following)
         owner = Owner(cluster=services.cluster or uid, stack_uid=uid, namespace=key.namespace, name=key.name)
-        self._storage = StackStorage(services.kube, key.namespace, services.monotonic, owner, self._progressed)
+        self._storage = StackStorage(
+            services.kube, key.namespace, services.monotonic, owner, self._progressed, services.accesses
+        )
         self._pods = StackPods(services, self._subject)
         self._checkpoints = Checkpoints(services, key, self._storage.open, self._wake_cell)
         self._adoptions = Adoptions(services, key, self._storage.open, self.wake)

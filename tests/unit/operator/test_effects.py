@@ -16,6 +16,7 @@ from gym_operator.api.checkpoint import CheckpointStatus
 from gym_operator.api.conditions import ConditionReason
 from gym_operator.api.stack import StackStatus
 from gym_operator.effects import storage as storage_module
+from gym_operator.effects.accesses import Accesses
 from gym_operator.effects.cache import Cache, Key
 from gym_operator.effects.children import ChildProblem, ForeignChild, ensure_children, ensure_secret
 from gym_operator.effects.cluster import cluster_id
@@ -48,6 +49,7 @@ from gym_rig.fake_kube import FakeKube
 from gym_servers.coordination.record import CellRecord, OpenCheckpoint, Pin, Stage
 from gym_servers.stack.spec import StorageSpec
 from gym_servers.storage.directory import DirectoryStore
+from gym_servers.storage.s3_access import S3Access, S3Credentials
 from gym_servers.storage.store import StorageError, StorageProblem
 
 NS = "team"
@@ -454,6 +456,41 @@ async def test_missing_credentials_are_named(kube: FakeKube, data: Any, words: s
     assert words in storage.state.message
     with pytest.raises(StorageError, match="Secret keys"):
         storage.open("s3://bucket/stack/cell-0")
+
+
+KEYS = {"AWS_ACCESS_KEY_ID": "a2V5", "AWS_SECRET_ACCESS_KEY": "c2VjcmV0"}
+
+
+async def test_who_only_takes_away_gets_in_as_secrets_said_last_once_they_are_gone(kube: FakeKube) -> None:
+    accesses = Accesses()
+    kube.put(SECRETS, NS, {"metadata": {"name": "keys"}, "data": KEYS})
+    stack = StackStorage(kube, NS, accesses=accesses)
+    await stack.tend(SPEC, "s3://bucket/stack")
+    stack.close()
+    kube.remove(SECRETS, NS, "keys")
+
+    async def read(known: Accesses) -> StackStorage:
+        storage = StackStorage(kube, NS, accesses=known)
+        await storage.read(SPEC)
+        return storage
+
+    storage = await read(accesses)
+    assert storage.remembered
+    assert storage._access.current() == S3Access(S3Credentials("key", "secret"))
+    storage.open("s3://bucket/stack/cell-0")
+    with pytest.raises(StorageError, match="no Secret keys"):
+        (await read(Accesses())).open("s3://bucket/stack/cell-0")
+    # What somebody has emptied or taken the right to is not to be used, and whoever writes does not live on memories.
+    kube.put(SECRETS, NS, {"metadata": {"name": "keys"}, "data": {}})
+    with pytest.raises(StorageError, match="each with a value"):
+        (await read(accesses)).open("s3://bucket/stack/cell-0")
+    kube.remove(SECRETS, NS, "keys")
+    stack = StackStorage(kube, NS, accesses=accesses)
+    await stack.tend(SPEC, "s3://bucket/stack")
+    assert stack.state.reason == StorageProblem.CREDENTIALS_MISSING
+    accesses.keep({"another"})
+    with pytest.raises(StorageError, match="no Secret keys"):
+        (await read(accesses)).open("s3://bucket/stack/cell-0")
 
 
 async def test_no_secret_is_ever_shown(kube: FakeKube) -> None:
