@@ -231,6 +231,46 @@ async def test_a_cell_that_comes_back_lets_go_of_what_is_anothers_by_now(tmp_pat
     assert Counter(row["_ng_rollout_id"] for row in stack.rows()) == {f"{n}-0": 1 for n in range(6)}
 
 
+@pytest.mark.parametrize("cells", [1, 2])
+async def test_what_is_restored_into_a_stack_that_has_not_run_yet_continues(tmp_path: Path, cells: int) -> None:
+    """Nobody has claimed anything there. A checkpoint of fewer cells may hold what would be another's otherwise."""
+    stack = Stack(tmp_path, 4, cells)
+    drivers = [Driver(stack, cell, open=False, silent=True) for cell in range(cells)]
+    records = {RECORD: to_bytes({"attempts": {"0-0": 0, "1-0": 0}, "failed": []})}
+    first = drivers[0]
+    assert restore(first.participant, records, "0-0", "1-0", cell_attempt=3) == ["0-0-a3", "1-0-a3"]
+    await asyncio.sleep(10)
+    assert first.participant.to_retire() == []
+    resume(first.participant, "restore")
+    await first.begun(2)
+    assert first.sent[:2] == [Episode("0-0", 3), Episode("1-0", 3)]
+    for driver in drivers[1:]:
+        start(driver.participant)
+    for driver in drivers:
+        assert driver.participant.to_retire() == []
+        driver.speak()
+    await asyncio.gather(*(driver.driving for driver in drivers))
+    assert Counter(row["_ng_rollout_id"] for row in stack.rows()) == {f"{n}-0": 1 for n in range(4)}
+    found = {row["_ng_rollout_id"]: (row["cell"], row["_ng_attempt_index"]) for row in stack.rows()}
+    assert (found["0-0"], found["1-0"]) == ((0, 3), (0, 3))
+    assert [each.participant.progress()["complete"] for each in drivers] == [1] * cells
+
+
+async def test_of_two_cells_that_both_restored_a_rollout_one_lets_go_of_it(tmp_path: Path) -> None:
+    stack = Stack(tmp_path, 2, cells=2)
+    records = {RECORD: to_bytes({"attempts": {"1-0": 0}, "failed": []})}
+    drivers = [Driver(stack, cell, open=False, silent=True) for cell in range(2)]
+    for driver in drivers:
+        restore(driver.participant, records, "1-0", cell_attempt=2)
+        resume(driver.participant, "restore")
+        await asyncio.sleep(10)
+    assert [driver.participant.to_retire() for driver in drivers] == [[], ["1-0-a2"]]
+    for driver in drivers:
+        driver.speak()
+    await asyncio.gather(*(driver.driving for driver in drivers))
+    assert {row["_ng_rollout_id"]: row["cell"] for row in stack.rows()} == {"0-0": 0, "1-0": 0}
+
+
 async def test_two_drivers_that_both_believe_it_is_theirs_leave_one_row(tmp_path: Path) -> None:
     """One was told late that its cell is gone: what it has sent goes on, and the first row stands."""
     stack = Stack(tmp_path, 3, cells=3)

@@ -2,8 +2,9 @@
 
 The tasks are dealt into shares by their index. A share is the cell's that has claimed it, durably and before any of
 its rollouts is sent, so that no two drivers work on one. A cell claims those shares whose number, modulo the number
-of cells, is its own, and only when it has room for more: cells that join later find work. Nothing that is claimed
-ever moves, unless its cell is taken away: then whoever's it is by the same rule claims it anew.
+of cells, is its own, and only when it has room for more: cells that join later find work. What was restored into a
+cell it claims at once, whatever its number. Nothing that is claimed ever moves, unless its cell is taken away: then
+whoever's it is by the same rule claims it anew.
 
     cells/<stack>/<share>/<n>     the n-th claim of a share; the highest stands
     cells/<stack>/<share>/ended   each of its rollouts has a row, or was given up
@@ -99,6 +100,13 @@ class Shares:
         claim = self._claim(share_of(rollout))
         return claim.attempt if claim is not None else 0
 
+    def lost(self, rollout: Rollout) -> bool:
+        claim = self._claim(share_of(rollout))
+        return claim is not None and claim.cell != self._cell
+
+    async def take(self, rollouts: Collection[Rollout]) -> None:
+        await asyncio.to_thread(self._take, {share_of(rollout) for rollout in rollouts})
+
     async def look(self) -> None:
         await asyncio.to_thread(self._look)
 
@@ -137,19 +145,26 @@ class Shares:
         self._cells = self._count()
         for share in sorted(self._claims):
             while self._claimable(share):
-                before = self._claim(share)
-                attempt = 0 if before is None else max(before.attempt, self._unused(before.cell))
-                claim = Claim(cell=self._cell, attempt=attempt)
-                number = len(self._claims[share])
-                try:
-                    self._store.create(self._key(share, number), canonical(claim.model_dump()))
-                except ObjectConflict:
-                    self._learn(share, number)  # somebody else's; or our own, whose answer was lost
-                else:
-                    self._claims[share].append(claim)
+                before, number = self._claim(share), len(self._claims[share])
+                self._put(share, 0 if before is None else max(before.attempt, self._unused(before.cell)))
                 if self._holds(share):
                     return self._rollouts[share], number > 0
         return (), False
+
+    def _take(self, shares: Collection[int]) -> None:
+        for share in sorted(shares):
+            if self._claim(share) is None:
+                self._put(share, 0)
+
+    def _put(self, share: int, attempt: int) -> None:
+        """Claim a share, unless somebody is faster."""
+        claim, number = Claim(cell=self._cell, attempt=attempt), len(self._claims[share])
+        try:
+            self._store.create(self._key(share, number), canonical(claim.model_dump()))
+        except ObjectConflict:
+            self._learn(share, number)  # somebody else's; or our own, whose answer was lost
+        else:
+            self._claims[share].append(claim)
 
     def _end(self, ended: Collection[str]) -> None:
         for share, rollouts in self._rollouts.items():

@@ -102,6 +102,12 @@ class Assignment(Protocol):
     def lowest(self, rollout: Rollout) -> int:
         """The lowest attempt it may run under: another driver may have tried it before."""
 
+    def lost(self, rollout: Rollout) -> bool:
+        """Whether another driver has it, as far as is known."""
+
+    async def take(self, rollouts: Collection[Rollout]) -> None:
+        """Claim those that no driver has had, whoever's they would be: their work is here."""
+
     async def claim(self) -> tuple[Sequence[Rollout], bool]:
         """Some more rollouts to send, none where there are none for now; and whether another driver had them."""
 
@@ -128,6 +134,12 @@ class Alone:
 
     def lowest(self, rollout: Rollout) -> int:
         return 0
+
+    def lost(self, rollout: Rollout) -> bool:
+        return False
+
+    async def take(self, rollouts: Collection[Rollout]) -> None:
+        pass
 
     async def claim(self) -> tuple[Sequence[Rollout], bool]:
         return (), False
@@ -170,7 +182,6 @@ class CollectionParticipant(Participant):
         self._output, self._run, self._persist = output, run, persist_attempt
         self._concurrency, self._max_failures = concurrency, max_failures
         self._assignment: Assignment = assignment or Alone()
-        self._assigned = False  # whether the assignment is known
         self._expected = set(self._rollouts)
         self._queue: deque[Rollout] = deque()
         self._collecting: set[str] = set()
@@ -201,7 +212,6 @@ class CollectionParticipant(Participant):
 
     def _count(self) -> None:
         self._expected = {id for id, rollout in self._rollouts.items() if self._assignment.expects(rollout)}
-        self._assigned = True
         self.gate.touch()
 
     async def _durably(self, write: Callable[[], Awaitable[T]]) -> T:
@@ -239,6 +249,10 @@ class CollectionParticipant(Participant):
     async def _drive(self) -> None:
         await self.load()
         await self.gate.wait_open()
+        # In a stack that has not run yet, nobody has claimed what was restored into it.
+        continued = [self._rollouts[id] for id in self._continued if id in self._rollouts]
+        await self._durably(lambda: self._assignment.take(continued))
+        self._count()
         self._forgettable |= self._done | self._failed  # by an earlier process, whose restored marks are here again
         ours = [rollout for rollout in self._rollouts.values() if self._assignment.holds(rollout)]
         self._queue.extend(sorted(ours, key=lambda rollout: rollout.id not in self._continued))
@@ -438,11 +452,9 @@ class CollectionParticipant(Participant):
         there are no such tasks any more, or they are another driver's by now."""
         if not self._rollouts:
             return []  # the tasks could not be read, which may be mended
-        holds, rollouts = self._assignment.holds, self._rollouts
+        lost, rollouts = self._assignment.lost, self._rollouts
         return [
-            e.key
-            for r, e in self._continued.items()
-            if r not in rollouts or self._is_over(r) or (self._assigned and not holds(rollouts[r]))
+            e.key for r, e in self._continued.items() if r not in rollouts or self._is_over(r) or lost(rollouts[r])
         ]
 
     def to_forget(self) -> list[str]:
