@@ -88,6 +88,15 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{ $bucket }}
 {{- end }}
 
+{{/* How the bucket is reached, as the servers' own settings say it. */}}
+{{- define "gym-stack.s3Settings" -}}
+{{- $s3 := dict "bucket" (include "gym-stack.bucket" .) "region" .Values.s3.region "addressing_style" .Values.s3.addressingStyle -}}
+{{- if .Values.s3.endpoint -}}
+{{- $_ := set $s3 "endpoint" .Values.s3.endpoint -}}
+{{- end -}}
+{{ toJson $s3 }}
+{{- end }}
+
 {{/* Data address of the environment of the first cell. */}}
 {{- define "gym-stack.environmentUrl" -}}
 {{- range (include "gym-stack.servers" . | fromYamlArray) -}}
