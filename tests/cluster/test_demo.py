@@ -6,24 +6,17 @@ The cluster that is up is used, else one is brought up; the image is the project
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 import pytest
 
 from gym_kit.demo.options import How, Kill, Options
 from gym_kit.demo.report import report
 from gym_kit.demo.scenario import Scenario
-from gym_kit.demo.stage import Grounds, grounds, staged
+from gym_kit.demo.stage import Grounds, staged
 from gym_kit.demo.table import Watch
 from gym_kit.progress import Progress
 
 REPEATS = int(os.environ.get("N", "1"))
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Grounds]:
-    with grounds("auto", Progress.to_stderr(), tmp_path_factory.mktemp("demo")) as ready:
-        yield ready
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +39,10 @@ def bare_restarts() -> list[float]:
     ],
 )
 def test_rollouts_continue_on_a_real_cluster(
-    shared: Grounds, bare_restarts: list[float], kill: Kill, how: How, during: str, number: int
+    whole_cluster: Grounds, bare_restarts: list[float], kill: Kill, how: How, during: str, number: int
 ) -> None:
     options = Options(kill=kill, how=how, rollouts=24, during=during)  # type: ignore[arg-type]
-    with staged(shared, options, Progress.to_stderr()) as stage, Watch() as watch:
+    with staged(whole_cluster, options, Progress.to_stderr()) as stage, Watch() as watch:
         scenario = Scenario(stage, options, watch)
         played = scenario.play()
         if not bare_restarts:

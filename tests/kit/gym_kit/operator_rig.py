@@ -16,7 +16,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -30,6 +29,7 @@ import boto3
 from botocore.config import Config
 
 from gym_kit import operator_process
+from gym_kit.beside import serving
 from gym_kit.bucket import SeaweedFS
 from gym_kit.cluster.local.api_only import api_server_only
 from gym_kit.hollow_node import NODE, HollowNode
@@ -85,8 +85,10 @@ class OperatorRig:
             self.s3.create_bucket(BUCKET)
             self.kube: ApiKube = self.run(connect(str(self.kubeconfig)))
             building.callback(lambda: self.run(self.kube.close()))
-            self.journal = self._serve(building, "journal", "--file", str(self.folder / "journal.jsonl"))
-            self.engine = self._serve(building, "engine", "--tokens-per-second", "120", "--journal", self.journal)
+            written = ("--file", str(self.folder / "journal.jsonl"))
+            self.journal = building.enter_context(serving(self.folder, "journal", *written)).url
+            speed = ("--tokens-per-second", "120", "--journal", self.journal)
+            self.engine = building.enter_context(serving(self.folder, "engine", *speed)).url
             self.run(operator_process.install_crds(self.kube))
             self.node = HollowNode(self.kube, self.folder / "pods", self._network)
             self._running_node = asyncio.run_coroutine_threadsafe(self.node.run(), self._loop)
@@ -247,20 +249,6 @@ class OperatorRig:
         return "\n".join(found)
 
     # ---- parts --------------------------------------------------------------------------------------------
-
-    def _serve(self, building: ExitStack, *arguments: str) -> str:
-        port = free_ports(1)[0]
-        with (self.folder / f"{arguments[0]}.log").open("ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "gym_servers", *arguments, "--port", str(port)], stdout=log, stderr=log
-            )
-
-        def end() -> None:
-            process.kill()
-            process.wait()
-
-        building.callback(end)
-        return f"http://127.0.0.1:{port}"
 
     def _s3(self) -> Any:
         return boto3.client(

@@ -37,23 +37,34 @@ class Kube:
     def delete_namespace(self) -> None:
         self._core.delete_namespace(self.namespace)
 
+    def namespace_is_gone(self) -> bool:
+        return not self._core.list_namespace(field_selector=f"metadata.name={self.namespace}").items
+
     def create_secret(self, name: str, values: dict[str, str]) -> None:
         self._core.create_namespaced_secret(self.namespace, {"metadata": {"name": name}, "stringData": values})
 
     def stack(self, name: str) -> Object:
-        return self._get("gymstacks", name)
+        return self.get("GymStack", name)
 
     def checkpoint(self, name: str) -> Object:
-        return self._get("gymcheckpoints", name)
+        return self.get("GymCheckpoint", name)
 
-    def take_checkpoint(self, name: str, stack: str) -> None:
-        body = {
-            "apiVersion": f"{GROUP}/{VERSION}",
-            "kind": "GymCheckpoint",
-            "metadata": {"name": name},
-            "spec": {"stackRef": {"name": stack}},
-        }
-        self._custom.create_namespaced_custom_object(GROUP, VERSION, self.namespace, "gymcheckpoints", body)
+    def take_checkpoint(self, name: str, stack: str, **spec: Any) -> None:
+        self.create("GymCheckpoint", name, {"stackRef": {"name": stack}, **spec})
+
+    def create(self, kind: str, name: str, spec: Object) -> None:
+        """Create an object of one of our kinds."""
+        body = {"apiVersion": f"{GROUP}/{VERSION}", "kind": kind, "metadata": {"name": name}, "spec": spec}
+        self._custom.create_namespaced_custom_object(GROUP, VERSION, self.namespace, _plural(kind), body)
+
+    def get(self, kind: str, name: str) -> Object:
+        found: Object = self._custom.get_namespaced_custom_object(GROUP, VERSION, self.namespace, _plural(kind), name)
+        return found
+
+    def all_of(self, kind: str) -> dict[str, Object]:
+        """All objects of one of our kinds in the namespace, by name."""
+        found = self._custom.list_namespaced_custom_object(GROUP, VERSION, self.namespace, _plural(kind))
+        return {each["metadata"]["name"]: each for each in found["items"]}
 
     def pods(self, selector: str, namespace: str | None = None) -> list[Object]:
         found = self._core.list_namespaced_pod(namespace or self.namespace, label_selector=selector)
@@ -81,9 +92,9 @@ class Kube:
         found = self._core.list_namespaced_event(self.namespace)
         return [self._api.sanitize_for_serialization(event) for event in found.items]
 
-    def _get(self, plural: str, name: str) -> Object:
-        found: Object = self._custom.get_namespaced_custom_object(GROUP, VERSION, self.namespace, plural, name)
-        return found
+
+def _plural(kind: str) -> str:
+    return kind.lower() + "s"
 
 
 def ready(pod: Object) -> bool:

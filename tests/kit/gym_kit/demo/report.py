@@ -4,26 +4,35 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from gym_kit.demo.kube import Object
 from gym_kit.demo.options import Options
 from gym_kit.demo.scenario import Played, first_token
-from gym_kit.demo.stage import STACK, Stage
+from gym_kit.demo.stage import Stage
 from gym_servers.proof.account import Account, account
 from gym_servers.proof.history import Cut, read_cut, sort_journal
 from gym_servers.storage.cells import published
+from gym_servers.storage.store import ObjectStore
 
 Entry = Mapping[str, Any]
 MAX_RECOVERY_RATIO = 2.5
+
+
+class Scene(Protocol):
+    """Where a stack ran: `expected` rollouts, and the bucket's objects below a prefix."""
+
+    @property
+    def expected(self) -> int: ...
+
+    def store(self, prefix: str) -> ObjectStore: ...
 
 
 def report(stage: Stage, options: Options, played: Played) -> dict[str, Any]:
     """Count a run. `ok` is true only if everything that was promised was seen."""
     cluster = stage.grounds.cluster
     entries = stage.entries()
-    rows = read_rows(stage)
-    counted = account(stage.expected, rows, sort_journal(entries), restored_cuts(stage, played.stack))
+    counted = counted_run(stage, played.stack, entries)
     status = played.checkpoint["status"]
     recoveries = [seconds for kill in played.kills if (seconds := recovery_seconds(kill, entries)) is not None]
     problems = [*counted.problems, *_missed(counted, options, played, status, recoveries)]
@@ -51,23 +60,35 @@ def report(stage: Stage, options: Options, played: Played) -> dict[str, Any]:
     }
 
 
-def read_rows(stage: Stage) -> list[dict[str, Any]]:
+def counted_run(stage: Scene, stack: Object, entries: Sequence[Entry], folders: Sequence[str] = ()) -> Account:
+    """Count what a stack of one cell has done. `folders`: where the checkpoints of other stacks are that it may have
+    continued from, as `checkpoint_folder` names them."""
+    metadata = stack["metadata"]
+    rows = read_rows(stage.store(f"{metadata['namespace']}/{metadata['name']}/output"))
+    recoveries = stack["status"]["cells"][0].get("recoveries") or []
+    cuts = restored_cuts(stage, [*folders, checkpoint_folder(stack)], recoveries)
+    return account(stage.expected, rows, sort_journal(entries), cuts)
+
+
+def checkpoint_folder(stack: Object) -> str:
+    """Where in the bucket the checkpoints of a stack's only cell are."""
+    return f"{stack['metadata']['namespace']}/checkpoints/{stack['metadata']['uid']}/cell-0"
+
+
+def read_rows(output: ObjectStore) -> list[dict[str, Any]]:
     """Every row object in the output, whatever the merged file says."""
-    store = stage.store(f"{stage.kube.namespace}/{STACK}/output")
-    return [json.loads(store.get(key)) for key in sorted(store.list("rows"))]
+    return [json.loads(output.get(key)) for key in sorted(output.list("rows"))]
 
 
-def restored_cuts(stage: Stage, stack: Object) -> dict[int, Cut]:
+def restored_cuts(stage: Scene, folders: Sequence[str], recoveries: Sequence[Object]) -> dict[int, Cut]:
     """Cell attempt -> what the checkpoint that it continued from says."""
-    cell = stage.store(f"{stage.kube.namespace}/checkpoints/{stack['metadata']['uid']}/cell-0")
-    by_id = {publication.checkpoint_id: (key, publication) for key, publication, _ in published(cell)}
-    cuts: dict[int, Cut] = {}
-    for recovery in stack["status"]["cells"][0].get("recoveries") or []:
-        if (found := by_id.get(recovery.get("checkpoint") or "")) is not None:
-            key, publication = found
-            prefix = cell.uri.split("/", 3)[3]
-            cuts[recovery["attempt"]] = read_cut(stage.store(f"{prefix}/{key}"), publication)
-    return cuts
+    by_id = {
+        publication.checkpoint_id: (f"{folder}/{key}", publication)
+        for folder in folders
+        for key, publication, _ in published(stage.store(folder))
+    }
+    found = {recovery["attempt"]: by_id.get(recovery.get("checkpoint") or "") for recovery in recoveries}
+    return {attempt: read_cut(stage.store(cut[0]), cut[1]) for attempt, cut in found.items() if cut is not None}
 
 
 def recovery_seconds(kill: tuple[float, int], entries: Sequence[Entry]) -> float | None:

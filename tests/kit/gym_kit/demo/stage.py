@@ -28,6 +28,7 @@ from gym_vllm.engine import MODEL, NAME, Engine, running_engine
 from gym_vllm.journal import as_entries
 from gym_vllm.language import rows_of_tests
 
+OPERATOR = "gym-operator"
 OPERATOR_NAMESPACE = "gym-system"
 STACK = "demo"
 BUCKET = "gym-demo"
@@ -46,8 +47,8 @@ class Grounds:
     bucket: SeaweedFS
     image: str
 
-    def helm(self, *arguments: str) -> None:
-        run([tools.helm(), "--kubeconfig", self.cluster.kubeconfig, *arguments], timeout=HELM_SECONDS)
+    def helm(self, *arguments: str) -> str:
+        return run([tools.helm(), "--kubeconfig", self.cluster.kubeconfig, *arguments], timeout=HELM_SECONDS)
 
     def install(self, chart: str, release: str, namespace: str, values: dict[str, Any], *more: str) -> None:
         command: list[str | Path] = [tools.helm(), "--kubeconfig", self.cluster.kubeconfig, "upgrade", "--install"]
@@ -55,8 +56,40 @@ class Grounds:
         values = {"image": _split(self.image), **values}
         run([*command, "--values", "-", *more], stdin=json.dumps(values), timeout=HELM_SECONDS)
 
-    def uninstall(self, release: str, namespace: str) -> None:
-        self.helm("uninstall", release, "--namespace", namespace, "--ignore-not-found")
+    def uninstall(self, release: str, namespace: str, *more: str) -> None:
+        self.helm("uninstall", release, "--namespace", namespace, "--ignore-not-found", *more)
+
+    def install_operator(self) -> None:
+        """Returns when it serves."""
+        self.install("gym-operator", OPERATOR, OPERATOR_NAMESPACE, {}, "--wait")
+
+    def uninstall_operator(self) -> None:
+        """Returns when its pod is gone."""
+        self.uninstall(OPERATOR, OPERATOR_NAMESPACE, "--wait")
+
+    def s3_values(self, namespace: str) -> dict[str, Any]:
+        """A stack's storage in this bucket, as the chart takes it, with the keys that `claim` puts there."""
+        return {
+            "bucket": BUCKET,
+            "prefix": f"{namespace}/checkpoints",
+            "endpoint": self.bucket.endpoint,
+            "addressingStyle": "path",
+            "existingSecret": SECRET,
+        }
+
+    def store(self, prefix: str) -> S3Store:
+        """The bucket's objects below a prefix."""
+        settings = S3Settings(bucket=BUCKET, prefix=prefix, endpoint=self.bucket.endpoint, addressing_style="path")
+        keys = self.bucket.credentials
+        return S3Store(settings, prefix, S3Credentials(keys.access_key, keys.secret_key))
+
+    def claim(self, prefix: str) -> Kube:
+        """A new namespace, where Pod Security is restricted, with the keys to the bucket."""
+        kube = Kube(self.cluster.kubeconfig, f"{prefix}-{secrets.token_hex(3)}")
+        kube.create_namespace()
+        keys = self.bucket.credentials
+        kube.create_secret(SECRET, {"AWS_ACCESS_KEY_ID": keys.access_key, "AWS_SECRET_ACCESS_KEY": keys.secret_key})
+        return kube
 
 
 @dataclass(frozen=True)
@@ -71,8 +104,7 @@ class Stage:
     engine: Engine | None = None
 
     def store(self, prefix: str) -> S3Store:
-        bucket = self.grounds.bucket
-        return S3Store(s3_settings(bucket, prefix), prefix, credentials(bucket))
+        return self.grounds.store(prefix)
 
     def entries(self) -> list[dict[str, Any]]:
         """The journal of the run: of tools and scripted engine in a pod that is never killed, of vLLM beside it."""
@@ -96,13 +128,7 @@ class Stage:
                 "output": f"s3://{BUCKET}/{self.kube.namespace}/{release}/output",
                 "concurrency": concurrency,
             },
-            "s3": {
-                "bucket": BUCKET,
-                "prefix": f"{self.kube.namespace}/checkpoints",
-                "endpoint": self.grounds.bucket.endpoint,
-                "addressingStyle": "path",
-                "existingSecret": SECRET,
-            },
+            "s3": self.grounds.s3_values(self.kube.namespace),
             "recovery": {"backoffLimit": 20},
         }
         if memory is not None:
@@ -113,14 +139,6 @@ class Stage:
 
     def uninstall_stack(self, release: str) -> None:
         self.grounds.uninstall(release, self.kube.namespace)
-
-
-def s3_settings(bucket: SeaweedFS, prefix: str) -> S3Settings:
-    return S3Settings(bucket=BUCKET, prefix=prefix, endpoint=bucket.endpoint, addressing_style="path")
-
-
-def credentials(bucket: SeaweedFS) -> S3Credentials:
-    return S3Credentials(bucket.credentials.access_key, bucket.credentials.secret_key)
 
 
 def _servers(release: str, engine: Engine) -> list[dict[str, Any]]:
@@ -177,13 +195,13 @@ def grounds(
 
 def _with_operator(ready: Grounds, progress: Progress, keep: bool) -> Iterator[Grounds]:
     with progress.step("operator (helm install)"):
-        ready.install("gym-operator", "gym-operator", OPERATOR_NAMESPACE, {}, "--wait")
+        ready.install_operator()
     try:
         yield ready
     finally:
         if not keep:
             with progress.step("uninstalling the operator"):
-                ready.uninstall("gym-operator", OPERATOR_NAMESPACE)
+                ready.uninstall(OPERATOR, OPERATOR_NAMESPACE)
 
 
 @contextmanager
@@ -201,20 +219,12 @@ def staged(on: Grounds, options: Options, progress: Progress) -> Iterator[Stage]
 
 
 def _staged(on: Grounds, options: Options, progress: Progress, engine: Engine | None) -> Iterator[Stage]:
-    kube = Kube(on.cluster.kubeconfig, f"gym-demo-{secrets.token_hex(3)}")
     lines = _tasks(options)
+    kube = on.claim("gym-demo")
     stage = Stage(on, kube, len(lines), _rate(lines), engine)
     store = stage.store(kube.namespace)
     store.create("tasks.jsonl", b"".join(line + b"\n" for line in lines))
     store.create("one-task.jsonl", lines[0] + b"\n")
-    kube.create_namespace()
-    kube.create_secret(
-        SECRET,
-        {
-            "AWS_ACCESS_KEY_ID": on.bucket.credentials.access_key,
-            "AWS_SECRET_ACCESS_KEY": on.bucket.credentials.secret_key,
-        },
-    )
     try:
         yield stage
     finally:
