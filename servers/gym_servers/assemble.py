@@ -248,9 +248,10 @@ def _model(settings: ServerSettings, gate: Gate, _: Peers, secrets: _Secrets) ->
 def _collection(settings: ServerSettings, gate: Gate, peers: Peers, _: _Secrets) -> _Parts:
     from gym_servers.collection.driver import EnvironmentRun
     from gym_servers.collection.output import BucketOutput, DirectoryOutput
-    from gym_servers.collection.shares import Shares, counted_in
+    from gym_servers.collection.shares import Shares
     from gym_servers.collection.tasks import TasksError, load_tasks, rollouts
     from gym_servers.participants.collection import Assignment, CollectionParticipant, Output
+    from gym_servers.stack.cells import counted_in
     from gym_servers.storage.cells import reserve_attempt
     from gym_servers.storage.store import StorageError
 
@@ -265,7 +266,7 @@ def _collection(settings: ServerSettings, gate: Gate, peers: Peers, _: _Secrets)
         todo, problem = [], str(error)
     store = open_store(job.output, settings.storage.s3)
     output: Output = BucketOutput(store, todo)
-    if not job.output.startswith("s3://") and not job.cells_file:
+    if not job.output.startswith("s3://") and not settings.cells_file:
         output = DirectoryOutput(Path(job.output.removeprefix("file://")), todo)
     owner = uuid.uuid4().hex
 
@@ -274,8 +275,8 @@ def _collection(settings: ServerSettings, gate: Gate, peers: Peers, _: _Secrets)
         return reserve_attempt(root, 0, owner) if root is not None else 0
 
     assignment: Assignment | None = None
-    if job.cells_file:
-        count = counted_in(Path(job.cells_file))
+    if settings.cells_file:
+        count = counted_in(Path(settings.cells_file))
         assignment = Shares(store, settings.stack.uid, todo, settings.cell, count, unused)
 
     participant = CollectionParticipant(

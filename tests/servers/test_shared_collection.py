@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ import pytest
 from gym_rig.verbs import restore, resume, start
 from gym_rig.virtual import now
 from gym_servers.collection.output import BucketOutput
-from gym_servers.collection.shares import SHARES, Claim, Shares, counted_in
+from gym_servers.collection.shares import SHARES, Claim, Shares
 from gym_servers.participants.collection import RECORD, CollectionParticipant, Rollout, RunResult
 from gym_servers.participants.gate import Gate
 from gym_servers.participants.records import to_bytes
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.identity import Episode
+from gym_servers.stack.cells import Cells, counted_in
 from gym_servers.stack.settings import SettingsError
 from gym_servers.storage.cells import reserve_attempt, use_attempt_up
 from gym_servers.storage.directory import DirectoryStore
@@ -28,10 +30,11 @@ UID = "stack-uid"
 
 
 class Stack:
-    """`count` rollouts, and a driver for each cell that a test starts. `cells` is how many there are now."""
+    """`count` rollouts, and a driver for each cell that a test starts. `cells` is how many there are to be now,
+    `present` how many are there, where those are more."""
 
     def __init__(self, folder: Path, count: int, cells: int) -> None:
-        self.folder, self.cells = folder, cells
+        self.folder, self.cells, self.present = folder, cells, 0
         self.rollouts = [Rollout(f"{n}-0", {"n": n}, n, 0) for n in range(count)]
         self.store = DirectoryStore(folder / "output")
 
@@ -42,7 +45,10 @@ class Stack:
         def unused(other: int) -> int:
             return reserve_attempt(self.root(other), 0, f"driver-{cell}")
 
-        return Shares(self.store, UID, self.rollouts, cell, lambda: self.cells, unused)
+        def count() -> Cells:
+            return Cells(self.cells, max(self.cells, self.present))
+
+        return Shares(self.store, UID, self.rollouts, cell, count, unused)
 
     def claims(self) -> dict[int, list[Claim]]:
         found: dict[int, list[Claim]] = {}
@@ -57,8 +63,8 @@ class Stack:
 
 
 class Driver:
-    """The driver of one cell; its environment answers at once, or, if `silent`, not before `speak`, or never admits
-    anything."""
+    """The driver of one cell; its environment answers at once, or, if `silent`, not before `speak` and only for what
+    is `fast`, or never admits anything. The first `failures` answers are failures."""
 
     def __init__(
         self,
@@ -67,11 +73,13 @@ class Driver:
         *,
         open: bool = True,
         silent: bool = False,
+        fast: Collection[str] = (),
+        failures: int = 0,
         admitted: bool = True,
         **options: Any,
     ) -> None:
         self.stack, self.cell, self._admitted = stack, cell, admitted
-        self._speaks = asyncio.Event()
+        self._speaks, self._fast, self._failures = asyncio.Event(), fast, failures
         if not silent:
             self._speaks.set()
         self.sent: list[Episode] = []
@@ -92,8 +100,12 @@ class Driver:
         self.sent.append(episode)
         if not self._admitted:
             raise ProtocolError("admission_closed", "not now")
-        await self._speaks.wait()
+        if rollout.id not in self._fast:
+            await self._speaks.wait()
         await asyncio.sleep(0.1)
+        if self._failures > 0:
+            self._failures -= 1
+            return RunResult(None, {"failure_reason": "it is ill"})
         return RunResult({"reward": 1.0, "cell": self.cell})
 
     async def _persist(self, attempt: int) -> None:
@@ -209,6 +221,148 @@ async def test_rollouts_of_a_cell_that_is_gone_start_over_elsewhere_above_its_at
     assert sum(driver.participant.progress()["expected"] for driver in stay) == 6
 
 
+# ---- a cell that is to go ---------------------------------------------------------------------------------
+
+
+def repeated(folder: Path, *, tasks: int = 12, repeats: int = 3) -> Stack:
+    """Three cells; the last has claimed the shares it has room for, and each share has more than one rollout."""
+    stack = Stack(folder, 0, cells=3)
+    stack.rollouts = [
+        Rollout(f"{task}-{repeat}", {}, task, repeat) for task in range(tasks) for repeat in range(repeats)
+    ]
+    return stack
+
+
+def leaves(stack: Stack, cell: int = 2) -> None:
+    stack.cells, stack.present = cell, cell + 1
+
+
+def sent(*drivers: Driver) -> Counter[str]:
+    return Counter(episode.rollout_id for driver in drivers for episode in driver.sent)
+
+
+async def test_a_cell_that_is_to_go_ends_what_it_has_begun_and_begins_nothing(tmp_path: Path) -> None:
+    """What nobody has claimed is the others' at once; what it has claimed is theirs when it is gone, and not before:
+    no rollout runs in two cells."""
+    stack = repeated(tmp_path)
+    going = Driver(stack, 2, silent=True, concurrency=2)
+    await going.begun(2)
+    leaves(stack)
+    stay = [Driver(stack, cell) for cell in range(2)]
+    await asyncio.sleep(100)
+    unclaimed = {rollout.id for rollout in stack.rollouts if rollout.task_index != 2}
+    assert set(sent(*stay)) == unclaimed
+    assert [driver.participant.survey().counts["outstanding"] for driver in stay] == [0, 0]
+    going.speak()
+    await asyncio.sleep(100)
+    assert set(sent(going)) == {"2-0", "2-1"}
+    assert {row["_ng_rollout_id"] for row in stack.rows()} == {*unclaimed, "2-0", "2-1"}
+    assert going.participant.survey().counts["outstanding"] == 0, "its last checkpoint need not wait"
+    assert set(sent(*stay)) == unclaimed
+    going.stop()
+    stack.present = 0
+    await asyncio.gather(*(driver.driving for driver in stay))
+    assert sent(going, *stay) == {rollout.id: 1 for rollout in stack.rollouts}
+    progress = [driver.participant.progress() for driver in stay]
+    assert sum(each["expected"] for each in progress) == sum(each["rows"] for each in progress) == len(stack.rollouts)
+    assert [each["complete"] for each in progress] == [1, 1]
+
+
+async def test_what_a_cell_has_ended_before_it_went_is_counted_by_those_that_stay(tmp_path: Path) -> None:
+    stack = Stack(tmp_path, 12, cells=3)
+    going = Driver(stack, 2)
+    await going.begun(4)
+    stay = [Driver(stack, cell, silent=True) for cell in range(2)]
+    await stay[0].begun(4)
+    await asyncio.sleep(10)  # it has said that its shares have ended
+    leaves(stack)
+    await asyncio.sleep(60)
+    assert [driver.participant.progress()["expected"] for driver in [*stay, going]] == [4, 4, 4]
+    going.stop()
+    stack.present = 0
+    await asyncio.sleep(60)
+    assert [driver.participant.progress()["expected"] for driver in stay] == [6, 6]
+    assert [driver.participant.progress()["rows"] for driver in stay] == [2, 2]
+    for driver in stay:
+        driver.speak()
+    await asyncio.gather(*(driver.driving for driver in stay))
+    assert [driver.participant.progress()["complete"] for driver in stay] == [1, 1]
+    assert sent(going, *stay) == {rollout.id: 1 for rollout in stack.rollouts}
+
+
+async def test_when_all_is_over_those_that_stay_count_it_all(tmp_path: Path) -> None:
+    """A driver that has come to its end looks no more, so it would not see that the others went."""
+    stack = Stack(tmp_path, 12, cells=3)
+    drivers = [Driver(stack, cell, silent=True) for cell in range(3)]
+    for driver in drivers:
+        await driver.begun(4)
+    leaves(stack, 1)
+    stack.present = 3
+    for driver in drivers:
+        driver.speak()
+    await asyncio.gather(*(driver.driving for driver in drivers))
+    progress = [driver.participant.progress() for driver in drivers]
+    assert [(each["expected"], each["rows"], each["complete"]) for each in progress] == [
+        (12, 12, 1),
+        (0, 0, 1),
+        (0, 0, 1),
+    ]
+
+
+async def test_a_cell_that_is_to_stay_after_all_goes_on_with_as_many_at_once(tmp_path: Path) -> None:
+    stack = repeated(tmp_path)
+    going = Driver(stack, 2, silent=True, fast=("2-1", "2-2"), concurrency=3)
+    await going.begun(3)
+    leaves(stack)
+    await asyncio.sleep(100)
+    assert list(sent(going)) == ["2-0", "2-1", "2-2"], "two have ended, and no other has begun"
+    stack.cells = 3
+    await asyncio.sleep(20)
+    assert list(sent(going)) == ["2-0", "2-1", "2-2", "5-0", "5-1"]
+    leaves(stack)
+    going.speak()
+    await asyncio.sleep(100)
+    assert len(sent(going)) == 5
+    stack.cells = 3
+    others = [Driver(stack, cell) for cell in range(2)]
+    await asyncio.gather(going.driving, *(driver.driving for driver in others))
+    assert sent(going, *others) == {rollout.id: 1 for rollout in stack.rollouts}
+    assert all(row["cell"] == row["_ng_task_index"] % 3 for row in stack.rows()), "nothing has moved"
+
+
+async def test_what_was_restored_has_begun_and_is_ended_by_a_cell_that_is_to_go(tmp_path: Path) -> None:
+    stack = repeated(tmp_path)
+    before = Driver(stack, 2, silent=True, concurrency=2)
+    await before.begun(2)
+    before.stop()
+    leaves(stack)
+    going = Driver(stack, 2, open=False)
+    records = {RECORD: to_bytes({"attempts": {"2-1": 0}, "failed": []})}
+    assert restore(going.participant, records, "2-1", cell_attempt=1) == ["2-1-a1"]
+    resume(going.participant, "restore")
+    await asyncio.sleep(60)
+    assert going.sent == [Episode("2-1", 1)]
+    assert [row["_ng_rollout_id"] for row in stack.rows()] == ["2-1"]
+    going.stop()
+
+
+async def test_a_cell_that_is_to_go_tries_again_what_has_failed(tmp_path: Path) -> None:
+    """It has begun: elsewhere it would have all its tries again."""
+    stack = repeated(tmp_path)
+    going = Driver(stack, 2, silent=True, failures=2, concurrency=1)
+    await going.begun(1)
+    leaves(stack)
+    await asyncio.sleep(60)
+    going.speak()
+    await asyncio.sleep(60)
+    assert sent(going) == {"2-0": 3}
+    assert [row["_ng_rollout_id"] for row in stack.rows()] == ["2-0"]
+    going.stop()
+
+
+# -----------------------------------------------------------------------------------------------------------
+
+
 async def test_a_cell_that_comes_back_lets_go_of_what_is_anothers_by_now(tmp_path: Path) -> None:
     stack = Stack(tmp_path, 6, cells=3)
     gone = Driver(stack, 2, silent=True, concurrency=1)
@@ -321,7 +475,7 @@ async def test_the_map_is_the_stacks_own(tmp_path: Path) -> None:
     gone = Driver(stack, 3, silent=True)
     await gone.begun(1)
     gone.stop()
-    later = Shares(stack.store, "another-uid", stack.rollouts, 0, lambda: 1, lambda cell: 0)
+    later = Shares(stack.store, "another-uid", stack.rollouts, 0, lambda: Cells(1, 1), lambda cell: 0)
     await later.look()
     assert all(later.expects(rollout) for rollout in stack.rollouts)
 
@@ -344,10 +498,10 @@ def test_the_number_of_cells_is_read_from_a_file_that_may_change(tmp_path: Path)
         counted_in(file)
     file.write_text("2\n")
     count = counted_in(file)
-    assert count() == 2
-    file.write_text("3\n")
-    assert count() == 3
+    assert count() == Cells(2, 2)
+    file.write_text("2 3\n")
+    assert count() == Cells(2, 3)
     file.write_text("")
-    assert count() == 3
+    assert count() == Cells(2, 3)
     file.unlink()
-    assert count() == 3
+    assert count() == Cells(2, 3)

@@ -171,6 +171,10 @@ class Cache:
         """The pod that counts for each server of a cell."""
         return by_server(pod for pod in self._pods.get(stack_uid, {}).values() if pod.cell == cell)
 
+    def all_of(self, stack_uid: str) -> list[PodState]:
+        """All pods of a stack, whatever they are for."""
+        return list(self._pods.get(stack_uid, {}).values())
+
     def has_pods(self, stack_uid: str) -> bool:
         """Whether there is any pod of a stack."""
         return bool(self._pods.get(stack_uid))

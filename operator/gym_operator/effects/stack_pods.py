@@ -14,6 +14,7 @@ from gym_operator.api.names import STACK_UID_LABEL
 from gym_operator.effects.events import Subject
 from gym_operator.effects.kube import NODES, PODS, KubeError, NotFound
 from gym_operator.effects.services import Services
+from gym_operator.effects.waits import Waits
 from gym_operator.rules.pod_state import PodState, node_is_lost
 
 REFRESH_SECONDS: Final = 2.0
@@ -30,6 +31,7 @@ class StackPods:
         self._lost_nodes: frozenset[str] = frozenset()
         self._refreshed = float("-inf")
         self._refreshing = asyncio.Lock()
+        self._ending = Waits(services.monotonic)
 
     def of(self, cell: int) -> dict[str, PodState]:
         """The pod that counts for each server of a cell; on a lost node nothing is alive, whatever was heard of it
@@ -41,6 +43,18 @@ class StackPods:
             return replace(pod, alive=False, leaving=False, detail=f"node {pod.node} is lost")
 
         return {server: known(pod) for server, pod in self._cache.pods_of(self._subject.uid, cell).items()}
+
+    def cells_at_work(self) -> int:
+        """So many cells as may still do something: up to the highest that has a process. What should be gone for long
+        is on a node that does not answer, and is waited for no more than in a recovery."""
+        pods = self._cache.all_of(self._subject.uid)
+        self._ending.keep({pod.uid for pod in pods if pod.grace is not None})
+
+        def works(pod: PodState) -> bool:
+            overdue = pod.grace is not None and pod.overdue(self._ending.seconds(pod.uid))
+            return pod.alive and not overdue and not self.is_lost(pod)
+
+        return max((pod.cell + 1 for pod in pods if works(pod)), default=0)
 
     def engines(self) -> list[PodState]:
         """The pods of the stack's engine."""

@@ -75,10 +75,12 @@ LEAST_RECOVERIES: Final = 2
 
 class Ensured(NamedTuple):
     """How the stack's objects were found: good until `until` (monotonic), for this generation of the spec, for so
-    many cells, for servers that are still needed, and for `running` pods or none."""
+    many cells that are needed and that are at work, for servers that are still needed, and for `running` pods or
+    none."""
 
     generation: int
     kept: int
+    at_work: int
     servers: frozenset[str]
     running: bool
     until: float
@@ -290,12 +292,13 @@ class StackWorker:
         """The stack's objects as its spec wants them. Where that fails, cells that run are looked after all the
         same. Of a stack at rest they may be as the operator before has left them: many begin at once."""
         now, kept = self._s.monotonic(), max(self._cells) + 1
+        at_work = max(kept, self._pods.cells_at_work())
         running = not stack.spec.suspend and not (stack.spec.checkpoints.enabled and all(self._stopped(stack)))
         servers = self._servers() - {each.name for each in stack.spec.participants()}
-        wanted, known = (generation, kept, servers, running), self._ensured
+        wanted, known = (generation, kept, at_work, servers, running), self._ensured
         if known is None and resting and was_at_rest(self._writer.status, generation):
             known = self._ensured = Ensured(*wanted, now - ENSURE_AT_REST_SECONDS * random.random(), None, "")
-        if known is not None and known[:4] == wanted:
+        if known is not None and known[: len(wanted)] == wanted:
             calm = resting and not known.problem and not known.trouble
             if now < known.until + (ENSURE_AT_REST_SECONDS if calm else 0.0):
                 return known
@@ -303,7 +306,9 @@ class StackWorker:
             cell.record is not None and cell.record.stage is Stage.RUNNING for cell, _ in self._cells.values()
         )
         guarded = self._s.watches_nodes and stack.spec.checkpoints.enabled
-        context = StackContext(stack.identity, stack.spec, self._s.operator_namespace, kept, servers, guarded)
+        context = StackContext(
+            stack.identity, stack.spec, self._s.operator_namespace, kept, at_work, servers, guarded
+        )
         problem, trouble = None, ""
         try:
             self._tokens = await ensure_secret(self._s.kube, context)

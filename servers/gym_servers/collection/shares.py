@@ -3,8 +3,9 @@
 The tasks are dealt into shares by their index. A share is the cell's that has claimed it, durably and before any of
 its rollouts is sent, so that no two drivers work on one. A cell claims those shares whose number, modulo the number
 of cells, is its own, and only when it has room for more: cells that join later find work. What was restored into a
-cell it claims at once, whatever its number. Nothing that is claimed ever moves, unless its cell is taken away: then
-whoever's it is by the same rule claims it anew.
+cell it claims at once, whatever its number. Nothing that is claimed ever moves, unless its cell is taken away: once no
+process of it is left, whoever's it is by the same rule claims it anew. A cell that is to go claims nothing, since the
+rule is by the number of those that are to stay.
 
     cells/<stack>/<share>/<n>     the n-th claim of a share; the highest stands
     cells/<stack>/<share>/ended   each of its rollouts has a row, or was given up
@@ -19,15 +20,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import Final
 
 from pydantic import BaseModel, ConfigDict
 
 from gym_servers.participants.collection import Rollout
 from gym_servers.protocol.digests import canonical
-from gym_servers.stack.settings import SettingsError
+from gym_servers.stack.cells import Cells
 from gym_servers.storage.store import ObjectConflict, ObjectStore
 
 SHARES: Final = 64
@@ -52,7 +51,7 @@ def share_of(rollout: Rollout) -> int:
 class Shares:
     """Implements gym_servers.participants.collection.Assignment for the driver of one cell.
 
-    `count` reads how many cells there are now, `unused` gives an attempt number that a cell has not used, and never
+    `count` reads which cells there are now, `unused` gives an attempt number that a cell has not used, and never
     will. Both block.
     """
 
@@ -62,7 +61,7 @@ class Shares:
         stack_uid: str,
         rollouts: Sequence[Rollout],
         cell: int,
-        count: Callable[[], int],
+        count: Callable[[], Cells],
         unused: Callable[[int], int],
     ) -> None:
         self._store, self._prefix, self._cell = store, f"cells/{stack_uid}", cell
@@ -72,7 +71,7 @@ class Shares:
             self._rollouts.setdefault(share_of(rollout), []).append(rollout)
         self._claims: dict[int, list[Claim]] = {share: [] for share in self._rollouts}
         self._ended: set[int] = set()
-        self._cells = 1
+        self._cells = Cells(1, 1)
         self.merged = False
 
     @property
@@ -94,7 +93,10 @@ class Shares:
         return claim is not None and claim.cell == self._cell
 
     def expects(self, rollout: Rollout) -> bool:
-        return self.holds(rollout) or self._claimable(share_of(rollout))
+        share, claim = share_of(rollout), self._claim(share_of(rollout))
+        # Where nothing is left to do, those that stay count it all: they may be asked when the others are gone.
+        there = self._cells.wanted if self.over else self._cells.present
+        return claim.cell == self._cell if claim is not None and claim.cell < there else self._is_ours(share)
 
     def lowest(self, rollout: Rollout) -> int:
         claim = self._claim(share_of(rollout))
@@ -106,6 +108,10 @@ class Shares:
 
     async def take(self, rollouts: Collection[Rollout]) -> None:
         await asyncio.to_thread(self._take, {share_of(rollout) for rollout in rollouts})
+
+    async def leaves(self) -> bool:
+        self._cells = await asyncio.to_thread(self._count)
+        return self._cell >= self._cells.wanted
 
     async def look(self) -> None:
         await asyncio.to_thread(self._look)
@@ -183,33 +189,15 @@ class Shares:
         claim = self._claim(share)
         return claim is not None and claim.cell == self._cell
 
+    def _is_ours(self, share: int) -> bool:
+        """Whether it is this cell's by the rule, were it nobody's."""
+        return share % self._cells.wanted == self._cell
+
     def _claimable(self, share: int) -> bool:
         """Whether it is this cell's by the rule, and nobody's who is there."""
         claim = self._claim(share)
-        vacant = claim is None or claim.cell >= self._cells
-        return vacant and share not in self._ended and share % self._cells == self._cell
+        vacant = claim is None or claim.cell >= self._cells.present
+        return vacant and share not in self._ended and self._is_ours(share)
 
     def _key(self, share: int, number: int) -> str:
         return f"{self._prefix}/{share}/{number}"
-
-
-def counted_in(file: Path) -> Callable[[], int]:
-    """Reads the number of cells from a file that whoever runs the stack keeps up to date; while it cannot be read, as
-    in the moment in which it is replaced, the number stays. Raises SettingsError where there is none to begin
-    with."""
-
-    def read() -> int:
-        return max(1, int(file.read_text()))
-
-    try:
-        last = read()
-    except (OSError, ValueError) as error:
-        raise SettingsError(f"cannot read the number of cells from {file}") from error
-
-    def count() -> int:
-        nonlocal last
-        with suppress(OSError, ValueError):
-            last = read()
-        return last
-
-    return count

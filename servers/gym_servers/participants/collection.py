@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -90,6 +91,9 @@ class Assignment(Protocol):
     @property
     def merged(self) -> bool: ...
 
+    async def leaves(self) -> bool:
+        """Whether the cell is to go: what has not begun is not begun any more. It may be to stay after all."""
+
     async def look(self) -> None:
         """See afresh who has what."""
 
@@ -97,7 +101,7 @@ class Assignment(Protocol):
         """Whether this driver may send it."""
 
     def expects(self, rollout: Rollout) -> bool:
-        """Whether it does, or will once it comes to it."""
+        """Whether it does, or will once it comes to it; or would, had a driver that is gone not ended it."""
 
     def lowest(self, rollout: Rollout) -> int:
         """The lowest attempt it may run under: another driver may have tried it before."""
@@ -122,6 +126,9 @@ class Alone:
     """The assignment of a driver that has the output to itself."""
 
     shared, over, merges, merged = False, True, True, False
+
+    async def leaves(self) -> bool:
+        return False
 
     async def look(self) -> None:
         pass
@@ -208,10 +215,13 @@ class CollectionParticipant(Participant):
 
     async def _look(self) -> None:
         await self._durably(self._assignment.look)
-        self._count()
+        await self._count()
 
-    def _count(self) -> None:
+    async def _count(self) -> None:
+        before = self._expected
         self._expected = {id for id, rollout in self._rollouts.items() if self._assignment.expects(rollout)}
+        if not self._expected <= before:
+            await self._see_rows()  # a driver that is gone may have collected some of them
         self.gate.touch()
 
     async def _durably(self, write: Callable[[], Awaitable[T]]) -> T:
@@ -252,7 +262,7 @@ class CollectionParticipant(Participant):
         # In a stack that has not run yet, nobody has claimed what was restored into it.
         continued = [self._rollouts[id] for id in self._continued if id in self._rollouts]
         await self._durably(lambda: self._assignment.take(continued))
-        self._count()
+        await self._count()
         self._forgettable |= self._done | self._failed  # by an earlier process, whose restored marks are here again
         ours = [rollout for rollout in self._rollouts.values() if self._assignment.holds(rollout)]
         self._queue.extend(sorted(ours, key=lambda rollout: rollout.id not in self._continued))
@@ -305,22 +315,40 @@ class CollectionParticipant(Participant):
                 task.cancel()
 
     async def _next(self) -> Rollout | None:
-        """A rollout that was ours when it was put into the queue, and has not ended."""
+        """A rollout that was ours when it was put into the queue, and has not ended. None where nothing is left for
+        now, and in a cell that is to go once all that it has begun has ended."""
         async with self._claiming:
             while True:
-                while self._queue:
-                    rollout = self._queue.popleft()
-                    id = rollout.id
-                    if id not in self._done and id not in self._failed and id not in self._collecting:
-                        self._collecting.add(id)
-                        return rollout
+                leaves = await self._assignment.leaves()
+                if (rollout := self._pick(begun=leaves)) is not None:
+                    self._collecting.add(rollout.id)
+                    return rollout
+                if leaves:
+                    if not self._collecting:
+                        return None
+                    # Whoever waits here goes on where the cell is to stay after all: with as many at once as before.
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(self.gate.wait_change(), IDLE_LOOK_SECONDS)
+                    continue
                 more, again = await self._durably(self._assignment.claim)
                 if not more:
                     return None
                 self._queue.extend(more)
-                self._count()
+                await self._count()
                 if again:
                     await self._see_rows()
+
+    def _pick(self, *, begun: bool) -> Rollout | None:
+        """The next of the queue; with `begun` only one that was restored, which are the first."""
+        while self._queue:
+            id = self._queue[0].id
+            open = not self._is_over(id) and id not in self._collecting
+            if open and begun and id not in self._continued:
+                return None
+            rollout = self._queue.popleft()
+            if open:
+                return rollout
+        return None
 
     async def _collect(self, rollout: Rollout) -> None:
         failures, resend = 0, None

@@ -47,8 +47,8 @@ def render_settings(
     """The settings of every process of one cell, by server name, as plain JSON.
 
     `address_of` gives the data URL of a server; it may contain `{cell}`, which each process replaces with its
-    own cell. `cells_file` is where its driver reads how many there are: they may change while it runs. `engine` is
-    the address of the inference block's. Values that equal the default are left out, so that a new setting in a later
+    own cell. `cells_file` is where a process reads which there are: they may change while it runs. `engine` is the
+    address of the inference block's. Values that equal the default are left out, so that a new setting in a later
     version does not look like a change to stacks that do not use it.
     """
     participants = spec.participants()
@@ -68,14 +68,24 @@ def render_settings(
             checkpoint=CheckpointSettings(
                 enabled=spec.checkpoints.enabled,
                 attempt_floor=spec.access.attempt_floor,
-                external_driver=participant.kind == "environment" and spec.collection is None,
+                external_driver=_is_driven_from_outside(participant, spec),
             ),
             storage=_storage(spec) if uses_storage(participant, spec) else StorageSettings(),
-            collection=_collection(spec, cells_file) if participant.kind == "collection" else None,
+            collection=_collection(spec) if participant.kind == "collection" else None,
+            cells_file=cells_file if follows_cells(participant, spec) else None,
             image=image,
         ).model_dump(mode="json", exclude_defaults=True)
         for participant in participants
     }
+
+
+def _is_driven_from_outside(participant: Participant, spec: StackSpec) -> bool:
+    return participant.kind == "environment" and spec.collection is None
+
+
+def follows_cells(participant: Participant, spec: StackSpec) -> bool:
+    """Whether this process has to know which cells there are: who drives, or answers the driver outside."""
+    return participant.kind == "collection" or _is_driven_from_outside(participant, spec)
 
 
 def uses_engine(participant: Participant, spec: StackSpec) -> bool:
@@ -141,7 +151,7 @@ def s3_settings(s3: S3Spec) -> S3Settings:
     )
 
 
-def _collection(spec: StackSpec, cells_file: str | None) -> CollectionSettings | None:
+def _collection(spec: StackSpec) -> CollectionSettings | None:
     if spec.collection is None:
         return None
     return CollectionSettings(
@@ -150,5 +160,4 @@ def _collection(spec: StackSpec, cells_file: str | None) -> CollectionSettings |
         repeats=spec.collection.repeats,
         concurrency=spec.collection.concurrency,
         max_failures=spec.collection.max_failures,
-        cells_file=cells_file,
     )

@@ -85,22 +85,21 @@ class CheckpointSettings(_Model):
 
 
 class CollectionSettings(_Model):
-    """The driver's job: `tasks` and `output` are URIs (`s3://...` or a path); `repeats` rollouts per task.
-
-    `cells_file` holds the number of cells that share the job, and may change while the process runs; without one the
-    process does the job alone.
-    """
+    """The driver's job: `tasks` and `output` are URIs (`s3://...` or a path); `repeats` rollouts per task."""
 
     tasks: str
     output: str
     repeats: int = Field(1, ge=1)
     concurrency: int = Field(64, ge=1)
     max_failures: int = Field(3, ge=1)
-    cells_file: str | None = None
 
 
 class ServerSettings(_Model):
-    """Everything a process needs to know about itself, its peers and its storage."""
+    """Everything a process needs to know about itself, its peers and its storage.
+
+    `cells_file` says which cells there are (`gym_servers.stack.cells`), and may change while the process runs;
+    without one this is the only cell.
+    """
 
     stack: StackIdentity
     cell: int = Field(0, ge=0)
@@ -115,6 +114,7 @@ class ServerSettings(_Model):
     checkpoint: CheckpointSettings = CheckpointSettings()
     storage: StorageSettings = StorageSettings()
     collection: CollectionSettings | None = None
+    cells_file: str | None = None
     image: str = ""
 
     def peers_of(self, kind: ParticipantKind) -> dict[str, Peer]:

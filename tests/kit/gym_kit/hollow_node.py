@@ -167,9 +167,9 @@ class HollowNode:
         folder = self._folder / pod["metadata"]["name"]
         folder.mkdir(parents=True, exist_ok=True)
         settings = {**json.loads(text), "host": container.address}
-        if "collection" in settings:
+        if "cells_file" in settings:
             (folder / "cells").write_text(config["data"]["cells"])
-            settings["collection"]["cells_file"] = str(folder / "cells")
+            settings["cells_file"] = str(folder / "cells")
         (folder / "settings.json").write_text(json.dumps(settings))
         environment = {**os.environ, **await self._mounted(pod, folder), "GYM_CELL": str(cell)}
         with (folder / "log").open("ab") as log:

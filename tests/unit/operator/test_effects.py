@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -284,12 +285,16 @@ def put_pod(kube: FakeKube, server: str, cell: int = 0, **metadata: Any) -> dict
 
 
 def host(
-    kube: FakeKube, context: Callable[[dict[str, Any]], StackContext], document: dict[str, Any], cell: int = 0
+    kube: FakeKube,
+    context: Callable[[dict[str, Any]], StackContext],
+    document: dict[str, Any],
+    cell: int = 0,
+    monotonic: Callable[[], float] = time.monotonic,
 ) -> tuple[KubeCellHost, StackPods]:
     subject = Subject("GymStack", NS, "demo", STACK_UID)
     transport = PodTransport(httpx.MockTransport(lambda _: httpx.Response(200)))
     http = httpx.AsyncClient(transport=transport)
-    services = Services(kube, Cache(transport), Events(kube), http, "gym-system")
+    services = Services(kube, Cache(transport), Events(kube), http, "gym-system", monotonic=monotonic)
     pods, writer = StackPods(services, subject), StackWriter(kube, NS, "demo", STACK_UID)
     return KubeCellHost(services, subject, cell, pods, writer, context(document).spec.participants()), pods
 
@@ -364,6 +369,42 @@ async def test_nothing_lives_on_a_lost_node(
     await pods.refresh()
     assert not pods.has_lost_nodes
     assert {process.name for process in await cell.processes() if process.alive} == {"agent"}
+
+
+async def test_a_cell_is_at_work_for_as_long_as_a_process_of_it_may_run(
+    kube: FakeKube, context: Callable[[dict[str, Any]], StackContext], spec_document: dict[str, Any]
+) -> None:
+    clock = [0.0]
+    _, pods = host(kube, context, spec_document, monotonic=lambda: clock[0])
+    assert pods.cells_at_work() == 0
+    put_pod(kube, "env", cell=0, uid="stays")
+    put_pod(kube, "env", cell=2)
+    await pods.refresh()
+    assert pods.cells_at_work() == 3
+    clock[0] = 1000.0
+    ending = {"deletionTimestamp": "2027-01-15T08:00:00Z", "deletionGracePeriodSeconds": 200}
+    found = kube.objects[PODS, NS, "demo-env-2"]
+    kube.set(PODS, NS, "demo-env-2", metadata={**found["metadata"], **ending})
+    await pods.refresh()
+    assert pods.cells_at_work() == 3
+    clock[0] += 219.0
+    assert pods.cells_at_work() == 3, "its time is over, and its node may confirm that in a moment"
+    clock[0] += 2.0
+    assert pods.cells_at_work() == 1, "its node does not answer: nobody waits for ever"
+    ended = {**found["status"], "phase": "Failed"}
+    kube.set(PODS, NS, "demo-env-0", status=ended)
+    await pods.refresh()
+    assert pods.cells_at_work() == 0
+
+
+async def test_a_cell_on_a_lost_node_is_not_at_work(
+    kube: FakeKube, context: Callable[[dict[str, Any]], StackContext], spec_document: dict[str, Any]
+) -> None:
+    _, pods = host(kube, context, spec_document)
+    put_pod(kube, "env", cell=2)
+    pods.silent(2, ("env",))
+    await pods.refresh()  # no such node
+    assert pods.cells_at_work() == 0
 
 
 def test_a_list_does_not_forget_what_is_younger_than_it(kube: FakeKube) -> None:

@@ -254,21 +254,34 @@ def test_cells_that_are_still_needed_keep_their_pods_and_addresses(
     children = build_children(stack)
     assert of_kind(children, "StatefulSet")["demo-env"]["spec"]["replicas"] == 2
     assert "demo-env-1" in of_kind(children, "Service")
-    assert of_kind(children, "ConfigMap")["demo-config"]["data"]["cells"] == "2\n"
+    assert of_kind(children, "ConfigMap")["demo-config"]["data"]["cells"] == "1 2\n"
 
 
-def test_the_number_of_cells_is_a_file_of_the_driver_and_no_reason_to_replace_a_pod(
+def test_cells_that_nobody_needs_are_told_of_for_as_long_as_they_may_do_something(
     context: Build, spec_document: dict[str, Any]
 ) -> None:
+    children = build_children(replace(context(spec_document), kept=1, at_work=2))
+    assert of_kind(children, "StatefulSet")["demo-env"]["spec"]["replicas"] == 1
+    assert "demo-env-1" not in of_kind(children, "Service")
+    assert of_kind(children, "ConfigMap")["demo-config"]["data"]["cells"] == "1 2\n"
+
+
+@pytest.mark.parametrize("driver", ["collection", "env"])
+def test_the_number_of_cells_is_a_file_of_who_drives_or_answers_a_driver_and_no_reason_to_replace_a_pod(
+    context: Build, spec_document: dict[str, Any], driver: str
+) -> None:
+    if driver == "env":  # its driver is outside, and asks it
+        del spec_document["collection"]
+    servers = [server for server in SERVERS if server != "collection" or driver == "collection"]
     one = build_children(context(spec_document))
     spec_document["cells"] = 2
     two = build_children(context(spec_document))
-    for server in SERVERS:
+    for server in servers:
         assert pod_of(one, server) == pod_of(two, server)
-    (settings,) = [v for v in pod_of(one, "collection")["spec"]["volumes"] if v["name"] == "settings"]
-    assert {"key": "cells", "path": "cells"} in settings["configMap"]["items"]
-    text = of_kind(one, "ConfigMap")["demo-config"]["data"]["collection.json"]
-    assert json.loads(text)["collection"]["cells_file"] == "/etc/gym/cells"
+        (settings,) = [v for v in pod_of(one, server)["spec"]["volumes"] if v["name"] == "settings"]
+        assert ({"key": "cells", "path": "cells"} in settings["configMap"]["items"]) == (server == driver)
+        text = of_kind(one, "ConfigMap")["demo-config"]["data"][f"{server}.json"]
+        assert json.loads(text).get("cells_file") == ("/etc/gym/cells" if server == driver else None)
 
 
 def test_the_network_policy_keeps_control_to_the_operator(children: tuple[Manifest, ...]) -> None:

@@ -15,13 +15,15 @@ Manifest = dict[str, Any]
 @dataclass(frozen=True)
 class StackContext:
     """What manifests are built from. `operator_namespace` is where control traffic may come from; `kept` are so many
-    cells as are still needed, where the spec wants less of them, and `kept_servers` those that the spec has no more.
-    `guarded`: nobody is to evict its pods, since the operator moves them itself."""
+    cells as are still needed, where the spec wants less of them, `at_work` so many as may still do something though
+    nobody needs them, and `kept_servers` those that the spec has no more. `guarded`: nobody is to evict its pods,
+    since the operator moves them itself."""
 
     identity: StackIdentity
     spec: StackSpec
     operator_namespace: str
     kept: int = 0
+    at_work: int = 0
     kept_servers: frozenset[str] = frozenset()
     guarded: bool = False
 

@@ -7,11 +7,12 @@ from typing import Any, Final
 
 from gym_operator.api import names
 from gym_operator.rules.workloads.common import Manifest, StackContext, child, stack_labels
+from gym_servers.stack.cells import Cells
 from gym_servers.stack.render import render_settings
 
 SETTINGS_FOLDER: Final = "/etc/gym"
 CELLS_FILE: Final = "cells"
-"""Key and file name of the number of cells. Beside the settings and not in them: a pod need not be replaced for it,
+"""Key and file name of the numbers of cells. Beside the settings and not in them: a pod need not be replaced for it,
 its file is brought up to date while it runs."""
 
 
@@ -38,9 +39,10 @@ def settings_text(settings: dict[str, Any]) -> str:
 
 
 def config_map(context: StackContext) -> Manifest:
-    """`<stack>-config`: one JSON document per server, and the number of cells for their drivers."""
+    """`<stack>-config`: one JSON document per server, and the numbers of cells for their drivers."""
     files = {settings_file(name): settings_text(value) for name, value in stack_settings(context).items()}
-    data = {**files, CELLS_FILE: f"{context.cells}\n"}
+    cells = Cells(context.spec.cells, max(context.cells, context.at_work))
+    data = {**files, CELLS_FILE: cells.text}
     return child(context, "v1", "ConfigMap", names.config_map(context.name), stack_labels(context), data=data)
 
 

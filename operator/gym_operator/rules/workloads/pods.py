@@ -24,7 +24,7 @@ from gym_operator.rules.workloads.models import (
 )
 from gym_operator.rules.workloads.s3_files import READABLE, s3_environment, s3_mounts, s3_volumes
 from gym_servers.stack.durations import parse_duration
-from gym_servers.stack.render import uses_engine, uses_storage
+from gym_servers.stack.render import follows_cells, uses_engine, uses_storage
 from gym_servers.stack.settings import AWAIT_FINAL
 from gym_servers.stack.spec import Participant, StackSpec
 
@@ -180,7 +180,7 @@ def token_environment() -> list[dict[str, Any]]:
 
 def _volumes(context: StackContext, participant: Participant) -> list[dict[str, Any]]:
     files = [settings_file(participant.name)]
-    if participant.kind == "collection":
+    if follows_cells(participant, context.spec):
         files.append(CELLS_FILE)
     return [
         {
