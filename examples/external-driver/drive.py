@@ -28,8 +28,8 @@ def task_of(row: dict[str, Any]) -> dict[str, Any]:
     return {"task_input": {"responses_create_params": row["responses_create_params"], "task_data": data}}
 
 
-async def collect(client: RolloutClient, rollout: str, row: dict[str, Any], output: TextIO) -> bool:
-    """One rollout to its row; whether it got one."""
+async def collect(client: RolloutClient, rollout: str, row: dict[str, Any], output: TextIO) -> int | None:
+    """One rollout to its row; the cell that it came from, None where it got none."""
     done = None
     for _ in range(TRIES):
         answer = await client.run(rollout, task_of(row), done=done)
@@ -37,10 +37,10 @@ async def collect(client: RolloutClient, rollout: str, row: dict[str, Any], outp
             named = {**answer.result, "_ng_rollout_id": rollout, "_ng_attempt_index": answer.attempt}
             output.write(json.dumps(named) + "\n")
             output.flush()
-            return True
+            return answer.cell
         print(f"{rollout} failed under attempt {answer.attempt}: {answer.failure}", file=sys.stderr)
         done = answer.attempt
-    return False
+    return None
 
 
 def left_to_do(tasks: Path, rows: Path) -> dict[str, dict[str, Any]]:
@@ -58,13 +58,14 @@ async def drive(
     limit = asyncio.Semaphore(concurrency)
     async with RolloutClient(environments) as client:
 
-        async def one(rollout: str, row: dict[str, Any]) -> bool:
+        async def one(rollout: str, row: dict[str, Any]) -> int | None:
             async with limit:
                 return await collect(client, rollout, row, output)
 
-        rowed = await asyncio.gather(*(one(rollout, row) for rollout, row in todo.items()))
-        await client.forget(rollout for rollout, has_row in zip(todo, rowed, strict=True) if has_row)
-        return all(rowed)
+        cells = await asyncio.gather(*(one(rollout, row) for rollout, row in todo.items()))
+        for cell in set(cells) - {None}:
+            await client.forget((rollout for rollout, at in zip(todo, cells, strict=True) if at == cell), cell=cell)
+        return None not in cells
 
 
 def main(

@@ -124,7 +124,17 @@ def _environment(settings: ServerSettings, gate: Gate, peers: Peers, secrets: _S
     else:
         resources = peers.only("resources", config.resources)
         server = SingleAgentTurn(participant, peers, secrets.cookie, agent=agent, resources=resources)
-    return participant, create_app(participant, server, settings.cell), None
+    return participant, create_app(participant, server, settings.cell, _leaves(settings)), None
+
+
+def _leaves(settings: ServerSettings) -> Callable[[], bool]:
+    """Whether the cell of this process is to go. Blocks."""
+    from gym_servers.stack.cells import counted_in
+
+    if not settings.cells_file:
+        return lambda: False
+    count = counted_in(Path(settings.cells_file))
+    return lambda: settings.cell >= count().wanted
 
 
 def _agent(settings: ServerSettings, gate: Gate, peers: Peers, secrets: _Secrets) -> _Parts:

@@ -303,15 +303,72 @@ UNKNOWN = {
 }
 
 
-async def test_each_rollout_goes_to_its_own_cell_and_only_there() -> None:
-    environments = [f"http://env-{cell}:8000/" for cell in range(3)]
-    rollouts = [f"{number}-0" for number in range(30)]
-    http, asked = answering(*(httpx.Response(200, json=DONE) for _ in rollouts))
-    async with http:
-        answers = [await RolloutClient(environments, http).run(rollout, {}) for rollout in rollouts]
-    assert [one.cell for one in answers] == [cell_of(rollout, 3) for rollout in rollouts]
-    assert [str(request.url) for request in asked] == [f"http://env-{one.cell}:8000/run" for one in answers]
+ENVIRONMENTS = [f"http://env-{cell}:8000/" for cell in range(3)]
+ROLLOUTS_OF_CELLS = [f"{number}-0" for number in range(30)]
+
+
+@dataclass
+class Cells:
+    """Three cells, of which those from `wanted` on are to go, and those from `present` on do not answer; `begun` are
+    known in their own cell. `sent` is which cells `/run` was sent to."""
+
+    wanted: int = 3
+    present: int = 3
+    begun: tuple[str, ...] = ()
+    plain: bool = False  # without checkpoints
+    sent: list[int] = field(default_factory=list)
+
+    def client(self) -> RolloutClient:
+        return RolloutClient(ENVIRONMENTS, httpx.AsyncClient(transport=httpx.MockTransport(self._answer)))
+
+    def _answer(self, request: httpx.Request) -> httpx.Response:
+        cell = int(request.url.host.removeprefix("env-"))
+        if cell >= self.present:
+            raise httpx.ConnectError("no such host")
+        if request.url.path == "/run":
+            self.sent.append(cell)
+            return httpx.Response(200, json=DONE)
+        if self.plain:
+            return httpx.Response(404, json={"detail": "Not Found"})
+        rollout = request.url.path.rsplit("/", 1)[1]
+        standing = {"rollout_id": rollout, "state": "unknown", "next_attempt": 0}
+        if rollout in self.begun:
+            standing = {**standing, "state": "running", "attempt": 0, "next_attempt": 1}
+        state = {**UNKNOWN, "cell": cell, "cell_attempt": 0, "leaving": cell >= self.wanted, "rollout": standing}
+        return httpx.Response(200, json=state)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+async def test_each_rollout_goes_to_its_own_cell_and_only_there(plain: bool) -> None:
+    cells = Cells(plain=plain)
+    client = cells.client()
+    answers = [await client.run(rollout, {}) for rollout in ROLLOUTS_OF_CELLS]
+    assert [one.cell for one in answers] == [cell_of(rollout, 3) for rollout in ROLLOUTS_OF_CELLS] == cells.sent
     assert {one.cell for one in answers} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("wanted", [1, 2])
+async def test_what_has_not_begun_in_a_cell_that_is_to_go_begins_as_if_that_were_gone(wanted: int) -> None:
+    cells = Cells(wanted=wanted, begun=tuple(ROLLOUTS_OF_CELLS[:10]))
+    client = cells.client()
+    for rollout in ROLLOUTS_OF_CELLS:
+        await client.run(rollout, {})
+    assert cells.sent[:10] == [cell_of(rollout, 3) for rollout in ROLLOUTS_OF_CELLS[:10]], "it has begun there"
+    assert max(cells.sent[:10]) == 2
+    assert cells.sent[10:] == [cell_of(rollout, wanted) for rollout in ROLLOUTS_OF_CELLS[10:]]
+
+
+async def test_a_cell_that_was_to_go_and_does_not_answer_is_gone_until_it_does() -> None:
+    cells = Cells(wanted=2)
+    client = cells.client()
+    rollout = next(one for one in ROLLOUTS_OF_CELLS if cell_of(one, 3) == 2)
+    assert await client.place(rollout) == cell_of(rollout, 2)
+    cells.present = 2
+    assert await client.place(rollout) == cell_of(rollout, 2)
+    cells.wanted = cells.present = 3
+    assert await client.place(rollout) == 2
+    cells.present = 2
+    assert await client.place(rollout) == 2, "it is being recovered, as far as is known"
 
 
 async def test_a_rollout_that_began_when_there_were_other_cells_stays_where_it_is() -> None:

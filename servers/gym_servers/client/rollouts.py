@@ -88,6 +88,7 @@ class RolloutClient:
         self._floors = dict.fromkeys(
             range(len(environments)), 0
         )  # as last heard: spares a call that would be refused
+        self._leaving = set[int]()  # cells that were to go when they were last heard of
 
     async def __aenter__(self) -> Self:
         return self
@@ -104,9 +105,9 @@ class RolloutClient:
         Each attempt number is used for one start at most. `done`: the highest attempt of this rollout that was
         answered already, such as with a failure; it starts over above that. Whoever has lost count - a driver that
         was started again - leaves it out: what still runs is joined. `cell`: where it began, if there were more or
-        fewer cells then. Raises NotInService, RunFailed, ProtocolError.
+        fewer cells then; without it, as `place` says. Raises NotInService, RunFailed, ProtocolError.
         """
-        cell = cell_of(rollout_id, len(self._environments)) if cell is None else cell
+        cell = await self.place(rollout_id) if cell is None else cell
         spent, episode = done, Episode(rollout_id, next_attempt(done, self._floors[cell]))
         loop = asyncio.get_running_loop()
         give_up: float | None = None
@@ -128,9 +129,36 @@ class RolloutClient:
             log.info("%s: %s; asking cell %d where it stands", episode.key, reason, cell)
             episode = episode.under(await self._whence(cell, rollout_id, done, spent, give_up, reason))
 
-    async def state(self, rollout_id: str) -> RolloutState:
-        """Where a rollout stands in its cell. One question. Raises NotInService, ProtocolError."""
-        cell = cell_of(rollout_id, len(self._environments))
+    async def place(self, rollout_id: str) -> int:
+        """The cell to run a rollout in: its own by its id; where that is to go, and knows nothing of the rollout, its
+        own of those below, as if there were no more. A cell that does not answer is taken to stay, unless it was to
+        go when it last did. Raises ProtocolError."""
+        cells = len(self._environments)
+        while (cell := cell_of(rollout_id, cells)) > 0 and await self._leaves(cell, rollout_id):
+            cells = cell  # the highest go, so those above leave too
+        return cell
+
+    async def _leaves(self, cell: int, rollout_id: str) -> bool:
+        try:
+            state = await self._ask(cell, f"{STATE_PATH}/{rollout_id}", {}, RolloutState)
+        except _Lost:
+            return cell in self._leaving
+        except RunFailed:
+            return False  # `/run` itself says what is wrong
+        self._heard(cell, state)
+        return state.leaving and state.rollout.attempt is None
+
+    def _heard(self, cell: int, state: CellState) -> None:
+        self._floors[cell] = state.cell_attempt if state.attempt_floor else 0
+        if state.leaving:
+            self._leaving.add(cell)
+        else:
+            self._leaving.discard(cell)
+
+    async def state(self, rollout_id: str, *, cell: int | None = None) -> RolloutState:
+        """Where a rollout stands in its own cell by its id, or in `cell`. One question. Raises NotInService,
+        ProtocolError."""
+        cell = cell_of(rollout_id, len(self._environments)) if cell is None else cell
         try:
             return await self._ask(cell, f"{STATE_PATH}/{rollout_id}", {}, RolloutState)
         except _Lost as lost:
@@ -185,7 +213,7 @@ class RolloutClient:
             except _Lost as lost:
                 reason = str(lost)
             else:
-                self._floors[cell] = state.cell_attempt if state.attempt_floor else 0
+                self._heard(cell, state)
                 move = next_send(state, done, spent)
                 if isinstance(move, Send) and loop.time() < give_up:
                     return move.attempt

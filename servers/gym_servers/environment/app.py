@@ -3,7 +3,9 @@ it."""
 
 from __future__ import annotations
 
+import asyncio
 import uuid
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Request
@@ -60,8 +62,13 @@ class RunRequest(BaseModel):
     task: Task
 
 
-def create_app(participant: EnvironmentParticipant, server: EnvironmentServer, cell: int = 0) -> FastAPI:
-    """`cell`: the number of the cell, for drivers that ask."""
+def create_app(
+    participant: EnvironmentParticipant,
+    server: EnvironmentServer,
+    cell: int = 0,
+    leaves: Callable[[], bool] = lambda: False,
+) -> FastAPI:
+    """`cell`: the number of the cell, and `leaves`, which blocks, whether it is to go: for drivers that ask."""
     app = base_app("environment", lambda: participant.gate.is_open or participant.gate.checkpoint_open)
 
     async def outcome_of(
@@ -120,7 +127,7 @@ def create_app(participant: EnvironmentParticipant, server: EnvironmentServer, c
         return aggregate(body.verify_responses)
 
     if participant.gate.enabled:
-        _add_rollout_state(app, participant, cell)
+        _add_rollout_state(app, participant, cell, leaves)
     if participant.gate.enabled and participant.external_driver:
 
         @app.post(FORGET_PATH, status_code=202)
@@ -133,13 +140,17 @@ def create_app(participant: EnvironmentParticipant, server: EnvironmentServer, c
     return app
 
 
-def _add_rollout_state(app: FastAPI, participant: EnvironmentParticipant, cell: int) -> None:
+def _add_rollout_state(
+    app: FastAPI, participant: EnvironmentParticipant, cell: int, leaves: Callable[[], bool]
+) -> None:
     gate = participant.gate
 
-    def of_cell() -> dict[str, Any]:
+    async def of_cell() -> dict[str, Any]:
+        leaving = await asyncio.to_thread(leaves)
         return {
             "cell": cell,
             "in_service": gate.is_open or gate.checkpoint_open,
+            "leaving": leaving,
             "cell_attempt": gate.fence.floor,
             "attempt_floor": gate.fence.enforce_floor,
             "origin": participant.origin,
@@ -150,9 +161,10 @@ def _add_rollout_state(app: FastAPI, participant: EnvironmentParticipant, cell: 
         after: Annotated[str, Query(max_length=MAX_ROLLOUT_ID)] = "",
         limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = PAGE,
     ) -> RolloutPage:
+        of_all = await of_cell()
         known = sorted(rollout for rollout in participant.rollouts() if rollout > after)
         return RolloutPage(
-            **of_cell(),
+            **of_all,
             rollouts=[participant.standing(rollout) for rollout in known[:limit]],
             next=known[limit - 1] if len(known) > limit else None,
         )
@@ -163,4 +175,4 @@ def _add_rollout_state(app: FastAPI, participant: EnvironmentParticipant, cell: 
             Episode(rollout_id, 0)
         except InvalidIdentity as error:
             raise ProtocolError("invalid_request", str(error)) from error
-        return RolloutState(**of_cell(), rollout=participant.standing(rollout_id))
+        return RolloutState(**await of_cell(), rollout=participant.standing(rollout_id))

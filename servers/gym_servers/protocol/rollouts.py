@@ -44,10 +44,12 @@ class CellState(Answer):
     """The cell as its environment sees it. While it is not `in_service` its rollouts may not all be known yet.
 
     `cell_attempt` counts the cell's recoveries; with `attempt_floor` nothing below it is admitted. `origin`: the
-    checkpoint that it was restored from, None for a start from the input."""
+    checkpoint that it was restored from, None for a start from the input. `leaving`: the cell is to go, and waits for
+    what it has begun; what has not begun belongs elsewhere."""
 
     cell: int
     in_service: bool
+    leaving: bool = False
     cell_attempt: int
     attempt_floor: bool
     origin: Origin | None = None
