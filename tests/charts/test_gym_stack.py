@@ -93,6 +93,7 @@ def test_all_values_arrive(render: Render) -> None:
         "imagePullSecrets": [{"name": "reg"}],
         "collection": {"tasks": "s3://bucket/t.jsonl", "output": "s3://bucket/rows", "repeats": 4},
         "cells": 3,
+        "scaleDown": {"drainTimeout": "0s"},
         "checkpoints": {
             "prepareTimeout": "30s",
             "commitTimeout": "5m",
@@ -117,6 +118,7 @@ def test_all_values_arrive(render: Render) -> None:
     assert spec.collection is not None and spec.collection.repeats == 4
     assert (spec.checkpoints.prepare_timeout, spec.checkpoints.commit_timeout) == ("30s", "5m")
     assert (spec.cells, spec.checkpoints.cell_order) == (3, "Together")
+    assert spec.scale_down.drain_timeout == "0s"
     assert spec.checkpoints.restart_blockers_after == 0
     assert spec.s3 is not None and spec.s3.document() == {
         "bucket": "bucket",

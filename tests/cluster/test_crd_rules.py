@@ -119,6 +119,7 @@ def test_a_stack_gets_its_defaults_and_a_status_nobody_has_looked_at(kubectl: Ku
     assert stack["status"] == {"observedGeneration": -1}
     assert stack["spec"]["recovery"] == {"policy": "Restore", "backoffLimit": 5, "codeMismatch": "Refuse"}
     assert stack["spec"]["access"] == {"attemptFloor": True}
+    assert stack["spec"]["scaleDown"] == {"drainTimeout": "5m"}
     assert stack["spec"]["servers"][1]["config"]["any"] == {"depth": [1, 0.5]}
 
 
@@ -186,6 +187,8 @@ REFUSALS: list[tuple[Change, str]] = [
     (lambda b: b["spec"]["checkpoints"]["storage"]["s3"].update(bucket="b/x"), "goes into prefix"),
     (lambda b: b["spec"]["checkpoints"].update(prepareTimeout="60"), "a whole number and a unit"),
     (lambda b: b["spec"]["checkpoints"].update(prepareTimeout="25h"), "a duration is at most 24h"),
+    (lambda b: b["spec"].update(scaleDown={"drainTimeout": "5"}), "2m or 1h, or 0s for none"),
+    (lambda b: b["spec"].update(scaleDown={"drainTimeout": "1441m"}), "a duration is at most 24h"),
     (lambda b: b["spec"]["collection"].update(output="/rows"), "output must be an s3:// URI"),
     (lambda b: b["spec"]["collection"].update(tasks="http://x/y"), "write s3://bucket/key, or a path"),
     (lambda b: b["spec"].update(access={"driverSelector": {}}), "matchLabels: Required value"),

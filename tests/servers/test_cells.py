@@ -421,6 +421,9 @@ async def test_a_stopped_operator_leaves_a_final_checkpoint_and_open_cells(tmp_p
 
 # ---- more cells, less cells -------------------------------------------------------------------------------
 
+AT_ONCE = {"drainTimeout": "0s"}
+"""Without a drain, which `tests/operated/test_drain.py` is about."""
+
 
 def scaled(folder: Path, cells: int) -> dict[str, Any]:
     """A collection that is in no hurry, so that work is left for cells that come later."""
@@ -442,7 +445,7 @@ async def test_cells_that_are_added_take_part(tmp_path: Path) -> None:
 
 
 async def test_a_cell_that_is_taken_away_leaves_a_checkpoint_and_its_rollouts_start_over(tmp_path: Path) -> None:
-    async with operated(tmp_path, rows(), cells=3) as rig:
+    async with operated(tmp_path, rows(), cells=3, scaleDown=AT_ONCE) as rig:
         await under_way(rig)
         before = {cell: identities(rig, cell) for cell in (0, 1)}
         rig.change(cells=2)
@@ -461,7 +464,7 @@ async def test_a_cell_that_is_taken_away_leaves_a_checkpoint_and_its_rollouts_st
 
 
 async def test_a_cell_that_comes_back_continues_from_its_last_checkpoint(tmp_path: Path) -> None:
-    async with operated(tmp_path, rows(), cells=2) as rig:
+    async with operated(tmp_path, rows(), cells=2, scaleDown=AT_ONCE) as rig:
         await under_way(rig)
         rig.change(cells=1)
         await rig.until(lambda: not rig.pods(1) and rig.part(1)["phase"] == "Stopped", "gone")
@@ -477,7 +480,7 @@ async def test_a_cell_that_comes_back_continues_from_its_last_checkpoint(tmp_pat
 @pytest.mark.parametrize("when", ["open", "stopped", "gone"])
 async def test_a_cell_that_is_to_stay_after_all_goes_on_at_once(tmp_path: Path, when: str) -> None:
     """However far it has come: its last checkpoint may be under way, or taken, and its pods gone or not."""
-    async with operated(tmp_path, rows(), cells=2, rate=20.0) as rig:
+    async with operated(tmp_path, rows(), cells=2, rate=20.0, scaleDown=AT_ONCE) as rig:
         await under_way(rig)
         told, back = rig.kube.watch, asyncio.Event()
 
@@ -501,7 +504,7 @@ async def test_a_cell_that_is_to_stay_after_all_goes_on_at_once(tmp_path: Path, 
 
 @pytest.mark.parametrize("write", range(1, 14, 2))
 async def test_an_operator_killed_while_a_cell_is_taken_away(tmp_path: Path, write: int) -> None:
-    async with operated(tmp_path, rows(), cells=2) as rig:
+    async with operated(tmp_path, rows(), cells=2, scaleDown=AT_ONCE) as rig:
         await under_way(rig)
         assert rig.operator is not None
         rig.operator.session.cut_at(write, after=write % 4 == 1)
@@ -517,7 +520,7 @@ async def test_an_operator_killed_while_a_cell_is_taken_away(tmp_path: Path, wri
 async def test_a_cell_that_is_to_go_while_no_operator_runs_has_its_last_checkpoint_all_the_same(
     tmp_path: Path,
 ) -> None:
-    async with operated(tmp_path, rows(), cells=3) as rig:
+    async with operated(tmp_path, rows(), cells=3, scaleDown=AT_ONCE) as rig:
         await under_way(rig)
         rig.kill_operator()
         rig.change(cells=1)

@@ -33,7 +33,16 @@ MAX_RESTARTED: Final = 10
 
 StackPhase = Literal["Pending", "Starting", "Running", "Recovering", "Completed", "Stopped", "Suspended", "Failed"]
 CellPhase = Literal[
-    "Pending", "Starting", "Restoring", "Running", "Recovering", "Suspended", "Failed", "Stopping", "Stopped"
+    "Pending",
+    "Starting",
+    "Restoring",
+    "Running",
+    "Recovering",
+    "Suspended",
+    "Failed",
+    "Draining",
+    "Stopping",
+    "Stopped",
 ]
 SessionText = Annotated[str, StringConstraints(max_length=128)]
 ProtocolPhase = Annotated[str, StringConstraints(max_length=32)]
@@ -118,6 +127,17 @@ class RestartedRollout(StatusModel):
     """When it was restarted."""
 
 
+class Drain(StatusModel):
+    """How a cell that is to go finishes the rollouts it has begun."""
+
+    started_at: Timestamp
+    """Since when it begins no other."""
+    until: Timestamp
+    """When it is stopped by a last checkpoint, whatever still runs."""
+    running: Count | None = None
+    """Rollouts that have begun and not ended; absent where its servers do not say."""
+
+
 class CellStatus(StatusModel):
     """One complete set of servers. A cell that the spec no longer has is kept: were it to come back, it would
     continue."""
@@ -136,6 +156,8 @@ class CellStatus(StatusModel):
     """The cell's processes."""
     collection: CollectionProgress | None = None
     """How far the cell's driver is."""
+    drain: Drain | None = None
+    """How far it is with what it had begun, where it is to go."""
     last_checkpoint: LastCheckpoint | None = None
     """What the cell's next recovery would continue from: its newest published checkpoint, or the one that it was
     brought back to; absent where it would begin from the input."""

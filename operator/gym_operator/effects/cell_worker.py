@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
+from gym_operator.api.objects import format_time
 from gym_operator.effects.checkpoints import Checkpoints
 from gym_operator.effects.events import Subject
 from gym_operator.effects.kube import KubeError
@@ -25,6 +26,7 @@ from gym_operator.effects.stack_pods import StackPods
 from gym_operator.effects.status_writers import Gone, StackWriter, Superseded
 from gym_operator.effects.storage import StackStorage
 from gym_operator.rules import rollouts
+from gym_operator.rules.drain import BEGUN, drain, drain_told, running_in
 from gym_operator.rules.observed import CellSeen
 from gym_servers.coordination import decide
 from gym_servers.coordination.cell_host import CellSettings, View
@@ -64,15 +66,16 @@ LAST_PREFIX: Final = f"{LAST_NAME}_"
 @dataclass(frozen=True)
 class Orders:
     """What the stack wants of a cell. `settings` is None where nobody coordinates: checkpoints are turned off.
-    `stop`: the spec does not have the cell any more. `release`: a cell that a checkpoint has stopped is to go on.
-    `templates`: what its pods carry where they are as the spec wants them, by server, as far as that is known;
-    `cordoned`: nodes that they are to leave; `turn`: no other cell is to be waited for with that.
-    `calm` is how long to wait between looks while nothing happens, in seconds."""
+    `stop`: the spec does not have the cell any more; it has `drain` seconds to finish what it has begun. `release`: a
+    cell that a checkpoint has stopped is to go on. `templates`: what its pods carry where they are as the spec wants
+    them, by server, as far as that is known; `cordoned`: nodes that they are to leave; `turn`: no other cell is to be
+    waited for with that. `calm` is how long to wait between looks while nothing happens, in seconds."""
 
     participants: Sequence[Participant]
     settings: CellSettings | None
     suspend: bool = False
     stop: bool = False
+    drain: float = 0.0
     release: bool = False
     calm: float = CALM_SECONDS
     templates: Mapping[str, str] = field(default_factory=dict)
@@ -82,8 +85,8 @@ class Orders:
 
 @dataclass
 class Leaving:
-    """How far a cell is that is to go: its last checkpoint has to begin by `begin_by` (monotonic); `text` is what
-    came of it."""
+    """How far a cell is that is to go and waits for nothing any more: its last checkpoint has to begin by `begin_by`
+    (monotonic); `text` is what came of it."""
 
     begin_by: float
     task: asyncio.Task[None] | None = None
@@ -121,6 +124,7 @@ class CellWorker:
         self._host = KubeCellHost(parts.services, parts.subject, index, parts.pods, parts.writer)
         self._rollout = Rollout(index, self._host, parts.checkpoints, self._s.monotonic, self.wake)
         self._orders: Orders | None = None
+        self._drain = drain_told(parts.writer.status, index)  # by an operator before this one
         self._leaving: Leaving | None = None
         self._stand_by_until = float("-inf")
         self._known = True
@@ -210,6 +214,7 @@ class CellWorker:
         """The cell, as it was seen last."""
         record, view = self.record, self.view
         running = record is not None and record.stage is Stage.RUNNING
+        stopping = self._orders is not None and self._orders.stop
         now = self._s.monotonic()
         unheard = self._silent_since is not None and now - self._silent_since >= SILENT_SECONDS
         return CellSeen(
@@ -218,7 +223,8 @@ class CellWorker:
             statuses={name: one.status for name, one in view.seen.items() if one.status} if view else {},
             record=record if self._orders is None or self._orders.settings is not None else None,
             waits=self._waits if not running or unheard or view is None else "",
-            stopping=self._orders is not None and self._orders.stop,
+            stopping=stopping,
+            drain=self._drain if stopping else None,
             continuation=self.controller.continuation if self.controller is not None else None,
             cause=self.cause,
             trouble=self._rollout.trouble,
@@ -288,8 +294,9 @@ class CellWorker:
             await self._put_down(orders.settings, "StackSuspended", "the stack was suspended")
             self.stopped = orders.stop
         elif orders.stop:
-            await self._stop(orders.settings)
+            await self._stop(orders.settings, orders.drain)
         else:
+            self._drain = None
             if self._leaving is not None and (self._leaving.task is None or self._leaving.task.done()):
                 self._leaving = None
             await self._tend(orders.settings, release=orders.release or self._came_back())
@@ -385,31 +392,54 @@ class CellWorker:
         if (again := tried_again(record, 0, suspended=True)) is not None:
             await self._p.writer.save_record(self.index, again)
 
-    async def _stop(self, settings: CellSettings) -> None:
-        """The cell is to go: a last checkpoint, from which it would continue were it to come back, and no more. One
-        that is not in service has nothing to add to what it has published."""
+    async def _stop(self, settings: CellSettings, drain_seconds: float) -> None:
+        """The cell is to go: it finishes what it has begun, then a last checkpoint, from which it would continue were
+        it to come back, and no more. One that is not in service has nothing to add to what it has published."""
         if self.stopped:
             return
         if self._leaving is None:
+            drains = drain_seconds > 0 or self._drain is not None
+            if drains and not self._has_ended() and not await self._has_drained(settings, drain_seconds):
+                return
             self._leaving = Leaving(self._s.monotonic() + settings.prepare_timeout + settings.commit_timeout)
         leaving, record = self._leaving, self.record
-        ended = record is None or record.stage is not Stage.RUNNING or self._host.any_ended(record.pins)
         late = self._s.monotonic() > leaving.begin_by
         taken = leaving.task is not None and leaving.task.done()
         if record is not None and record.stage is Stage.STOPPED and leaving.task is not None and not taken:
             return  # what became of it is about to be told
-        if ended or taken or (late and leaving.task is None):
+        if self._has_ended() or taken or (late and leaving.task is None):
             try:
                 await self._put_down(settings, "CellRemoved", "the cell was taken away")
             except StorageError:
                 if not late:  # else it is settled when the cell comes back
                     raise
             self.stopped = True
-            await self._host.announce("Normal", "CellStopped", leaving.text)
+            over = self._drain.over if self._drain is not None else ""
+            await self._host.announce("Normal", "CellStopped", f"{leaving.text}; {over}" if over else leaving.text)
             return
         await self._tend(settings)
         if leaving.task is None and self.free and self.controller is not None:
             leaving.task = asyncio.create_task(self._take_last(self.controller, leaving))
+
+    def _has_ended(self) -> bool:
+        """Whether the cell is not in service, or is about not to be: nothing of it goes on."""
+        record = self.record
+        return record is None or record.stage is not Stage.RUNNING or self._host.any_ended(record.pins)
+
+    async def _has_drained(self, settings: CellSettings, seconds: float) -> bool:
+        """Whether nobody waits any longer for what the cell has begun. Its driver sees by itself that it is to go."""
+        now = self._s.wall()
+        if self._drain is None:
+            until = format_time(now + seconds)
+            text = f"it finishes what it has begun, until {until} at the latest; then a last checkpoint stops it"
+            await self._host.announce("Normal", "CellDraining", text)
+        since = now if self._drain is None else self._drain.since
+        await self._tend(settings)
+        view, orders = self.view, self._orders
+        statuses = [one.status for name, one in view.seen.items() if view.kinds[name] in BEGUN] if view else [None]
+        cordoned = orders.cordoned if orders is not None else ()
+        self._drain = drain(since, seconds, running_in(statuses), self._host.pods(), cordoned, now)
+        return bool(self._drain.over)
 
     async def _take_last(self, controller: CellController, leaving: Leaving) -> None:
         try:
@@ -465,4 +495,5 @@ def _outline(seen: CellSeen) -> tuple[object, ...]:
     """What of a look cannot wait to be told."""
     statuses = {name: (one.session, one.phase, one.problem) for name, one in seen.statuses.items()}
     complete = [one.progress.get("complete", 0) for one in seen.statuses.values()]
-    return (seen.record, seen.pods, seen.waits, seen.cause, seen.trouble, statuses, complete)
+    drains = seen.drain and (seen.drain.until, seen.drain.over)
+    return (seen.record, seen.pods, seen.waits, seen.cause, seen.trouble, statuses, complete, drains)

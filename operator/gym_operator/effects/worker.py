@@ -43,7 +43,7 @@ from gym_operator.rules.stack_status import differs_in_progress_only, stack_stat
 from gym_operator.rules.workloads import StackContext, templates
 from gym_servers.coordination.cell_host import CellSettings
 from gym_servers.coordination.record import KEPT_RECOVERIES, CellRecord, Stage
-from gym_servers.stack.durations import age_seconds, parse_duration
+from gym_servers.stack.durations import age_seconds, parse_duration, parse_duration_or_zero
 from gym_servers.stack.render import checkpoint_root, stack_root
 from gym_servers.storage.ownership import Owner
 from gym_servers.storage.store import StorageError
@@ -385,12 +385,13 @@ class StackWorker:
         enabled, participants = stack.spec.checkpoints.enabled, stack.spec.participants()
         release = self._is_torn(stack)
         turn = self._turn(stack)
+        drain = parse_duration_or_zero(stack.spec.scale_down.drain_timeout)
         calm = REST_SECONDS if resting else max(CALM_SECONDS, len(self._cells) * len(participants) / MOST_ASKED)
         for index, (cell, _) in self._cells.items():
             settings = self._settings(stack, index) if enabled else None
             stop = index >= stack.spec.cells
             prefix = f"cell {index}: " if len(self._cells) > 1 else ""
-            orders = Orders(participants, settings, stack.spec.suspend, stop, release, calm)
+            orders = Orders(participants, settings, stack.spec.suspend, stop, drain, release, calm)
             cell.order(
                 replace(orders, templates=self._templates, cordoned=self._s.cache.cordoned, turn=index == turn),
                 prefix,

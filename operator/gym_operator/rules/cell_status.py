@@ -15,9 +15,11 @@ from gym_operator.api.stack import (
     StackParticipant,
     StackPhase,
 )
+from gym_operator.api.stack import Drain as DrainStatus
 from gym_operator.api.stack import Recovery as RecoveryStatus
 from gym_operator.rules.cell_record import how_to_go_on, stopped_by
 from gym_operator.rules.continuations import continuation_of
+from gym_operator.rules.drain import Drain
 from gym_operator.rules.observed import CellSeen, Observed
 from gym_operator.rules.pod_state import pod_uid
 from gym_servers.coordination.record import Hold, Recovery, Restarted, Stage
@@ -111,10 +113,11 @@ def cell_status(before: CellStatus | None, cell: CellSeen, verdict: Verdict, see
     record = cell.record
     return CellStatus(
         index=cell.index,
-        phase="Stopping" if cell.stopping else verdict.cell,
+        phase=_going(cell) if cell.stopping else verdict.cell,
         attempt=record.attempt if record else 0,
         participants=tuple(_participant(each, cell) for each in seen.participants),
         collection=cell_progress(before, cell, seen),
+        drain=_drain(cell.drain) if cell.drain is not None else None,
         last_checkpoint=seen.last_of.get(cell.index, before.last_checkpoint if before else None),
         recoveries=tuple(_recovery(each) for each in record.recoveries) if record else (),
         continuation=continuation_of(
@@ -127,7 +130,8 @@ def cell_status(before: CellStatus | None, cell: CellSeen, verdict: Verdict, see
 def stopped(before: CellStatus, seen: Observed) -> CellStatus:
     """The part of a cell that was taken away. What it would continue from, were it to come back, stays."""
     last = seen.last_of.get(before.index, before.last_checkpoint)
-    return before.model_copy(update={"phase": "Stopped", "participants": (), "last_checkpoint": last})
+    update = {"phase": "Stopped", "participants": (), "drain": None, "last_checkpoint": last}
+    return before.model_copy(update=update)
 
 
 def cell_progress(before: CellStatus | None, cell: CellSeen, seen: Observed) -> CollectionProgress | None:
@@ -189,6 +193,14 @@ def _participant(participant: Participant, cell: CellSeen) -> StackParticipant:
         session=status.session if status else pin.session if pin else None,
         phase=status.phase if status else None,
     )
+
+
+def _going(cell: CellSeen) -> CellPhase:
+    return "Draining" if cell.drain is not None and not cell.drain.over else "Stopping"
+
+
+def _drain(drain: Drain) -> DrainStatus:
+    return DrainStatus(started_at=format_time(drain.since), until=format_time(drain.until), running=drain.running)
 
 
 def _recovery(recovery: Recovery) -> RecoveryStatus:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from gym_operator.api.conditions import AnyReason
 from gym_operator.api.stack import LastCheckpoint
+from gym_operator.rules.drain import Drain
 from gym_operator.rules.pod_state import PodState
 from gym_operator.rules.rollouts import Cause
 from gym_operator.rules.spec_check import Problem
@@ -36,8 +37,9 @@ class Engine:
 @dataclass(frozen=True)
 class CellSeen:
     """One cell, as it was seen last. `waits` is what its controller waits for; `stopping`: the spec does not have it
-    any more; `continuation` is what its controller knows of its last recovery; `cause`: why its pods are to be
-    replaced, and `trouble` what came of the last checkpoint before that, where it failed."""
+    any more, and `drain` is how far it is with what it had begun; `continuation` is what its controller knows of its
+    last recovery; `cause`: why its pods are to be replaced, and `trouble` what came of the last checkpoint before
+    that, where it failed."""
 
     index: int
     pods: Mapping[str, PodState] = field(default_factory=dict)
@@ -45,6 +47,7 @@ class CellSeen:
     record: CellRecord | None = None
     waits: str = ""
     stopping: bool = False
+    drain: Drain | None = None
     continuation: Continuation | None = None
     cause: Cause | None = None
     trouble: str = ""

@@ -45,18 +45,18 @@ def stack_status(before: StackStatus, seen: Observed, now: float) -> StackStatus
         stopped_by=_stopped_by(staying),
         last_checkpoint=_last([parts[cell.index] for cell in staying]) if staying else before.last_checkpoint,
         restored=_restored(before, staying, parts),
-        collection=_total([parts[cell.index].collection for cell in staying]),
+        collection=_total([parts[cell.index].collection for cell in seen.cells]),
         cells=tuple(parts[index] for index in sorted(parts)),
         conditions=_in_use(conditions, seen),
     )
 
 
 def differs_in_progress_only(one: StackStatus, other: StackStatus) -> bool:
-    """Whether nothing but the drivers' counters changed: that can wait a moment to be written."""
+    """Whether nothing but counters of rollouts changed: that can wait a moment to be written."""
 
     def without(status: StackStatus) -> StackStatus:
         def bare(cell: CellStatus) -> CellStatus:
-            return cell.model_copy(update={"collection": None, "record": None})
+            return cell.model_copy(update={"collection": None, "drain": None, "record": None})
 
         return status.model_copy(update={"cells": tuple(bare(cell) for cell in status.cells), "collection": None})
 

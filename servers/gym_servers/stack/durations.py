@@ -6,7 +6,7 @@ One unit only, so that every duration has one spelling and the schema's pattern 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 from pydantic import StringConstraints
 
@@ -14,15 +14,26 @@ from gym_servers.stack.wire import Checked, rule
 
 LONGEST_SECONDS: Final = 24 * 3600
 _PATTERN = r"^[1-9][0-9]{0,4}(s|m|h)$"
+_PATTERN_OR_ZERO = r"^(0|[1-9][0-9]{0,4})(s|m|h)$"
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
 _HINT = "write a whole number and a unit: 60s, 2m or 1h"
+_HINT_OR_ZERO = "write a whole number and a unit: 60s, 2m or 1h, or 0s for none"
 _TOO_LONG = "a duration is at most 24h"
 
 
 def parse_duration(text: str) -> int:
     """Seconds of a duration such as `60s`. Raises ValueError that says how to write one."""
-    if not re.fullmatch(_PATTERN, text):
-        raise ValueError(_HINT)
+    return _parse(text, _PATTERN, _HINT)
+
+
+def parse_duration_or_zero(text: str) -> int:
+    """As `parse_duration`, and 0 for `0s`."""
+    return _parse(text, _PATTERN_OR_ZERO, _HINT_OR_ZERO)
+
+
+def _parse(text: str, pattern: str, hint: str) -> int:
+    if not re.fullmatch(pattern, text):
+        raise ValueError(hint)
     seconds = int(text[:-1]) * _SECONDS[text[-1]]
     if seconds > LONGEST_SECONDS:
         raise ValueError(_TOO_LONG)
@@ -45,19 +56,23 @@ def age_seconds(text: str | None) -> int | None:
     return None if text is None else parse_age(text)
 
 
-Duration = Annotated[
+def _rules(pattern: str, hint: str) -> tuple[dict[str, Any], ...]:
+    return (
+        rule(f"self.matches(r'{pattern}')", hint),
+        # What is no duration has been refused by the first rule; converting it would only add noise.
+        rule(f"!self.matches(r'{pattern}') || duration(self) <= duration('24h')", _TOO_LONG),
+    )
+
+
+Duration = Annotated[str, StringConstraints(max_length=6), Checked(parse_duration, _rules(_PATTERN, _HINT))]
+"""A duration in a manifest; `parse_duration` gives its seconds."""
+
+DurationOrZero = Annotated[
     str,
     StringConstraints(max_length=6),
-    Checked(
-        parse_duration,
-        (
-            rule(f"self.matches(r'{_PATTERN}')", _HINT),
-            # What is no duration has been refused by the first rule; converting it would only add noise.
-            rule(f"!self.matches(r'{_PATTERN}') || duration(self) <= duration('24h')", _TOO_LONG),
-        ),
-    ),
+    Checked(parse_duration_or_zero, _rules(_PATTERN_OR_ZERO, _HINT_OR_ZERO)),
 ]
-"""A duration in a manifest; `parse_duration` gives its seconds."""
+"""A duration in a manifest, or `0s` for none; `parse_duration_or_zero` gives its seconds."""
 
 Age = Annotated[
     str,

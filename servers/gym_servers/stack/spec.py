@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, StringConstraints, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from gym_servers.stack.durations import Age, Duration
+from gym_servers.stack.durations import Age, Duration, DurationOrZero
 from gym_servers.stack.inference import InferenceSpec
 from gym_servers.stack.parts import ContainerResources, ObjectName
 from gym_servers.stack.settings import ParticipantKind, describe
@@ -290,6 +290,14 @@ class RecoverySpec(WireModel):
     at last the input."""
 
 
+class ScaleDownSpec(WireModel):
+    """How cells go when there are to be fewer of them."""
+
+    drain_timeout: DurationOrZero = "5m"
+    """How long a cell that is to go finishes the rollouts it has begun, beginning no other, before a last checkpoint
+    stops it. 0s stops it at once."""
+
+
 class PullSecret(WireModel):
     """A Secret of the same namespace."""
 
@@ -359,6 +367,8 @@ class StackSpec(WireModel):
     """Service account of the pods: where a cloud role for S3 is attached. Its token is not mounted."""
     cells: int = Field(1, ge=1, le=MAX_CELLS)
     """Independent copies of all servers. Each is checkpointed, fails and recovers on its own."""
+    scale_down: ScaleDownSpec = Field(default_factory=ScaleDownSpec, json_schema_extra={"default": {}})
+    """How cells go when there are to be fewer of them."""
     servers: Annotated[list[ServerSpec], Field(min_length=1, max_length=16, json_schema_extra=list_map("name"))]
     """The servers: one environment, one model, one agent, and one or more of kind resources."""
     inference: InferenceSpec | None = None

@@ -113,6 +113,7 @@ class OperatedRig:
         self.pods_may_start = True
         self.engines_ready = True
         self.held_back: set[int] = set()  # cells whose pods do not come up once they are gone
+        self.lasting: set[int] = set()  # cells whose processes nobody ends, though they are told to
         self.absent_images: set[str] = set()  # nobody has them
         self.broken_images: set[str] = set()  # their servers end at once
         self.node = "node-1"  # of pods to come, where nodes are watched
@@ -264,6 +265,8 @@ class OperatedRig:
             waits = Departure(running.plane, patient=True).told() if running and running.plane else None
             self._departures[uid] = None if waits is None else asyncio.ensure_future(waits)
         departure = self._departures[uid]
+        if found is not None and found[0] in self.lasting:
+            return
         if departure is None or departure.done() or now() >= until:
             self.kube.remove(PODS, IDENTITY.namespace, name)
 

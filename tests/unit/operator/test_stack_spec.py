@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from gym_operator.structural import structural_schema
-from gym_servers.stack.durations import parse_age, parse_duration
+from gym_servers.stack.durations import parse_age, parse_duration, parse_duration_or_zero
 from gym_servers.stack.render import s3_settings
 from gym_servers.stack.spec import SpecError, StackSpec, check_stack_name, parse_spec
 
@@ -168,6 +168,24 @@ def test_durations(text: str, seconds: int) -> None:
 def test_no_durations(text: str) -> None:
     with pytest.raises(ValueError, match=r"duration|whole number"):
         parse_duration(text)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("0s", 0), ("0h", 0), ("1s", 1), ("24h", 86400)])
+def test_durations_or_none(text: str, seconds: int) -> None:
+    assert parse_duration_or_zero(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "0", "00s", "-1s", "1m30s", "0s\n", "25h"])
+def test_neither_a_duration_nor_none(text: str) -> None:
+    with pytest.raises(ValueError, match=r"a duration is at most|or 0s for none"):
+        parse_duration_or_zero(text)
+
+
+def test_cells_have_some_minutes_to_drain_unless_somebody_says_otherwise(spec_document: dict[str, Any]) -> None:
+    assert parse_spec(spec_document).scale_down.drain_timeout == "5m"
+    assert parse_spec({**spec_document, "scaleDown": {"drainTimeout": "0s"}}).scale_down.drain_timeout == "0s"
+    with pytest.raises(SpecError, match=r"scaleDown.drainTimeout: .*0s for none"):
+        parse_spec({**spec_document, "scaleDown": {"drainTimeout": "5"}})
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("1s", 1), ("90m", 5400), ("12h", 43_200), ("9999d", 863_913_600)])

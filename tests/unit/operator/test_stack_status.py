@@ -12,6 +12,7 @@ import pytest
 from gym_operator.api.conditions import ConditionReason, ConditionType, get_condition
 from gym_operator.api.stack import LastCheckpoint, StackStatus
 from gym_operator.rules.cell_record import from_document, to_document
+from gym_operator.rules.drain import Drain
 from gym_operator.rules.observed import CellSeen, Observed, Storage
 from gym_operator.rules.pod_state import PodState
 from gym_operator.rules.spec_check import Problem, check_stack
@@ -317,6 +318,42 @@ def test_a_cell_that_is_taken_away_counts_no_more_and_is_remembered() -> None:
     assert get_condition(gone.conditions, ConditionType.READY).message == "all servers are in service"  # type: ignore[union-attr]
     back = stack_status(gone, seen(RUNNING, DYING), NOW)
     assert (back.cells[1].phase, back.cells[1].last_checkpoint) == ("Recovering", LAST)
+
+
+def test_a_cell_that_drains_says_how_much_still_runs_and_until_when() -> None:
+    def going(running: int | None, over: str = "") -> Observed:
+        drain = Drain(NOW, NOW + 300, running, over)
+        return seen(RUNNING, replace(cell(RUNNING, index=1), stopping=True, drain=drain))
+
+    status = stack_status(StackStatus(), going(2), NOW)
+    assert (status.phase, [each.phase for each in status.cells]) == ("Running", ["Running", "Draining"])
+    told = status.cells[1].drain
+    assert told is not None and told.document() == {
+        "startedAt": "2027-01-15T08:00:00Z",
+        "until": "2027-01-15T08:05:00Z",
+        "running": 2,
+    }
+    fewer = stack_status(status, going(1), NOW)
+    assert fewer != status and differs_in_progress_only(fewer, status)
+    silent = stack_status(fewer, going(None), NOW).cells[1].drain
+    assert silent is not None and silent.running is None
+    over = stack_status(fewer, going(1, "the time is over"), NOW)
+    assert (over.cells[1].phase, over.cells[1].drain) == ("Stopping", fewer.cells[1].drain), "until it has stopped"
+    gone = stack_status(over, seen(RUNNING), NOW)
+    assert (gone.cells[1].phase, gone.cells[1].drain) == ("Stopped", None)
+    stays = stack_status(status, seen(RUNNING, RUNNING), NOW)
+    assert (stays.cells[1].phase, stays.cells[1].drain) == ("Running", None)
+
+
+def test_what_a_cell_that_drains_has_done_counts_until_it_is_gone() -> None:
+    def driver(index: int, **parts: Any) -> CellSeen:
+        progress = {"expected": 3, "rows": 2}
+        return replace(
+            cell(RUNNING, statuses={"collection": said("collection", progress=progress)}), index=index, **parts
+        )
+
+    status, _ = look(seen(driver(0), driver(1, stopping=True)))
+    assert status.collection is not None and (status.collection.expected, status.collection.rows) == (6, 4)
 
 
 def test_k16_a_status_of_the_most_cells_and_servers_fits_into_an_object() -> None:

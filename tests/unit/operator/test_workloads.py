@@ -391,6 +391,7 @@ def changed(document: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
         ("checkpoints.prepareTimeout", "90s", []),
         ("recovery.backoffLimit", 9, []),
         ("cells", 4, []),
+        ("scaleDown.drainTimeout", "0s", []),
     ],
 )
 def test_pods_are_outdated_by_what_a_process_would_notice_and_by_nothing_else(
