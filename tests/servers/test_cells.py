@@ -106,7 +106,7 @@ async def test_a_stuck_cell_delays_nobody_elses_recovery(
             await asyncio.sleep(40)
         await delete(self, resource, namespace, name, *rest)
 
-    async def slow_choice(self: CellController, record: CellRecord) -> Choice | None:
+    async def slow_choice(self: CellController, record: CellRecord, planned: bool) -> Choice | None:
         if stuck == "storage" and self.settings.cell == 1:
             await asyncio.sleep(40)
         return await choice(self, record)
