@@ -109,7 +109,7 @@ async def test_a_stuck_cell_delays_nobody_elses_recovery(
     async def slow_choice(self: CellController, record: CellRecord, planned: bool) -> Choice | None:
         if stuck == "storage" and self.settings.cell == 1:
             await asyncio.sleep(40)
-        return await choice(self, record)
+        return await choice(self, record, planned)
 
     async with operated(tmp_path, rows(), cells=2) as rig:
         await under_way(rig)
