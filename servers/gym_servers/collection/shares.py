@@ -4,8 +4,8 @@ The tasks are dealt into shares by their index. A share is the cell's that has c
 its rollouts is sent, so that no two drivers work on one. A cell claims those shares whose number, modulo the number
 of cells, is its own, and only when it has room for more: cells that join later find work. What was restored into a
 cell it claims at once, whatever its number. Nothing that is claimed ever moves, unless its cell is taken away: once
-no process of it is left, whoever's it is by the same rule claims it anew. A cell that is to go claims nothing, since
-the rule is by the number of those that are to stay.
+no process of it is left, whoever's it is by the same rule claims it anew. A cell that is to go claims nothing else,
+since the rule is by the number of those that are to stay.
 
     cells/<stack>/<share>/<n>     the n-th claim of a share; the highest stands
     cells/<stack>/<share>/ended   each of its rollouts has a row, or was given up
