@@ -47,9 +47,9 @@ class Suite:
 
 
 BESIDE = (  # the longest first
-    Suite("processes", ("pytest", "tests/processes")),
-    Suite("servers", ("pytest", "tests/servers")),
     Suite("operated", ("pytest", "tests/operated")),
+    Suite("servers", ("pytest", "tests/servers")),
+    Suite("processes", ("pytest", "tests/processes")),
     Suite("charts", ("pytest", "tests/charts")),
     Suite("faults", ("pytest", "tests/faults")),
     Suite("unit", ("pytest", "tests/unit")),
