@@ -21,6 +21,7 @@ from gym_operator.rules.pod_state import PodState, pod_uid
 from gym_servers.coordination.cell_host import Process
 from gym_servers.coordination.record import CellRecord, Pin, Stage
 from gym_servers.stack.spec import Participant
+from gym_servers.unattended import unattended
 
 GRACE_SECONDS: Final = 1
 """Servers that are told that no checkpoint comes end at once; what they hold is in one or it is not."""
@@ -98,7 +99,7 @@ class KubeCellHost:
 
     async def save(self, record: CellRecord) -> None:
         # A look may be broken off; what it was writing then is written or not, but never unknown.
-        await asyncio.shield(self._writer.save_record(self._cell, record))
+        await asyncio.shield(unattended(self._writer.save_record(self._cell, record)))
 
     async def announce(self, level: Literal["Normal", "Warning"], reason: str, message: str) -> None:
         self._s.events.say(self._subject, level, reason, f"{self.prefix}{message}")

@@ -33,6 +33,7 @@ from gym_operator.effects.kube import (
 )
 from gym_operator.rules.cell_record import from_document, to_document
 from gym_servers.coordination.record import CellRecord
+from gym_servers.unattended import unattended
 
 StatusT = TypeVar("StatusT", bound=StatusModel)
 
@@ -192,9 +193,7 @@ class ObjectWriter(Generic[StatusT]):
 
         Whoever waits may be broken off by a death; the write goes on, so that what is there is never unknown.
         """
-        writing = asyncio.ensure_future(self._write(change))
-        writing.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be left to see it
-        await asyncio.shield(writing)
+        await asyncio.shield(unattended(self._write(change)))
 
     async def put(self, status: StatusT) -> None:
         """Write this status if it differs, whatever stands. Raises Gone, Superseded, KubeError."""

@@ -23,6 +23,7 @@ from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.identity import InvalidIdentity, parse_key
 from gym_servers.protocol.phases import LEASED, Input, Phase, Verdict, judge, moved, remember
 from gym_servers.storage.manifest import CodeIdentity
+from gym_servers.unattended import unattended
 
 log = logging.getLogger("gym_servers")
 
@@ -115,8 +116,7 @@ class ControlPlane:
         verdict = judge(self.gate.control, Input.COMMIT, request.checkpoint_id)
         current = self._commit
         if current is None or current.request.checkpoint_id != request.checkpoint_id or _failed(current.task):
-            current = self._commit = _Commit(request, asyncio.ensure_future(self._carry_out(request)))
-            current.task.add_done_callback(lambda task: task.cancelled() or task.exception())
+            current = self._commit = _Commit(request, unattended(self._carry_out(request)))
         elif current.request != request.model_copy(update={"deadline_ts": current.request.deadline_ts}):
             raise ProtocolError("checkpoint_conflict", "this checkpoint is committed with another directory or scope")
         reply = await self._before(request.deadline_ts, asyncio.shield(current.task))

@@ -11,6 +11,7 @@ from gym_servers.participants.gate import Gate
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.identity import Episode, parse_key
 from gym_servers.protocol.messages import Blocker
+from gym_servers.unattended import unattended
 
 log = logging.getLogger("gym_servers")
 
@@ -38,8 +39,7 @@ class Retires:
         fresh = [one for one in episodes if one.key not in self._unfinished or self._failed(one.key)]
         if fresh:
             known = {one.key: self._unfinished[one.key].since for one in fresh if one.key in self._unfinished}
-            task = asyncio.ensure_future(self._one(fresh))
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may wait for it
+            task = unattended(self._one(fresh))
             for one in fresh:
                 self._unfinished[one.key] = _Retire(task, known.get(one.key, self._gate.clock()))
         tasks = {retire.task for one in episodes if (retire := self._unfinished.get(one.key)) is not None}

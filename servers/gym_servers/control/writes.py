@@ -13,6 +13,7 @@ from gym_servers.protocol.messages import Write
 from gym_servers.storage.manifest import CodeIdentity, Manifest, PackEntry, RecordEntry
 from gym_servers.storage.packs import check_packs, load_manifest, load_records, pack_records, write_records
 from gym_servers.storage.store import ObjectStore, StorageError
+from gym_servers.unattended import unattended
 
 log = logging.getLogger("gym_servers")
 
@@ -84,8 +85,7 @@ class RecordWrite:
         self.task = asyncio.ensure_future(self._run(write, seconds))
 
     async def _run(self, write: Callable[[], str], seconds: float) -> None:
-        work = asyncio.ensure_future(asyncio.to_thread(write))
-        work.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may end after its deadline
+        work = unattended(asyncio.to_thread(write))  # it may end after its deadline
         try:
             digest = await asyncio.wait_for(asyncio.shield(work), seconds)
             self._end("done", manifest_digest=digest)

@@ -52,6 +52,7 @@ from gym_servers.storage.cells import directory_name, highest_attempt, reserve_a
 from gym_servers.storage.locate import join
 from gym_servers.storage.manifest import Publication
 from gym_servers.storage.store import ObjectStore, StorageError
+from gym_servers.unattended import unattended
 
 
 class CellController:
@@ -465,9 +466,7 @@ class CellController:
         checkpoint = self._taking = Checkpoint(
             [c for c in self._clients if c.name in record.pins], request, self._open_store(uri), tell, self._wall
         )
-        self._checkpoint = taken = asyncio.create_task(self._begin(left, checkpoint))
-        # Whoever asked may be gone by its end; a failure that nobody awaits is not a fault of ours.
-        taken.add_done_callback(lambda task: task.cancelled() or task.exception())
+        self._checkpoint = taken = unattended(self._begin(left, checkpoint))
         try:
             return await asyncio.shield(taken)
         except asyncio.CancelledError:

@@ -30,6 +30,7 @@ from gym_servers.protocol import headers
 from gym_servers.protocol.digests import digest_of
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.identity import Episode
+from gym_servers.unattended import unattended
 
 T = TypeVar("T")
 
@@ -243,8 +244,7 @@ def _stem(call: Call) -> str:
 
 async def _while_connected(request: Request, work: Awaitable[T]) -> T:
     """The result of `work`, which is told to end when the caller goes away."""
-    task = asyncio.ensure_future(work)
-    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be left to see it
+    task = unattended(work)
     left = asyncio.ensure_future(_disconnected(request))
     try:
         await asyncio.wait({task, left}, return_when=asyncio.FIRST_COMPLETED)

@@ -18,6 +18,7 @@ from gym_servers.model.reply import Event, Writer, server_sent
 from gym_servers.participants.gate import Gate
 from gym_servers.participants.model_call import Call
 from gym_servers.protocol.errors import ProtocolError
+from gym_servers.unattended import unattended
 
 
 class Growing:
@@ -63,8 +64,7 @@ async def streamed(
     lets go of the call. A reply that was there already is written from its body alone.
 
     Raises the call's ProtocolError as long as nothing was sent; later the stream itself says it."""
-    task = asyncio.ensure_future(work(growing.joined))
-    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be left to see it
+    task = unattended(work(growing.joined))
     writer: Writer | None = None
     try:
         while not task.done():

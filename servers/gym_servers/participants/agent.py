@@ -34,6 +34,7 @@ from gym_servers.participants.records import encoded, reading
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.identity import Episode, highest
 from gym_servers.protocol.messages import Blocker
+from gym_servers.unattended import unattended
 
 log = logging.getLogger("gym_servers")
 
@@ -174,7 +175,7 @@ class AgentParticipant(AgentTurns):
         if not session.closing:
             session.closing, session.closing_since = True, self.gate.clock()
         if session.ending is None:
-            session.ending = asyncio.ensure_future(self._end(session, finish))
+            session.ending = unattended(self._end(session, finish))
         return await asyncio.shield(session.ending)
 
     async def _end(self, session: Session, finish: Callable[[], Awaitable[Any]] | None) -> Any:

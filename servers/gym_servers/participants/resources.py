@@ -21,6 +21,7 @@ from gym_servers.participants.records import encoded, reading
 from gym_servers.participants.tool_sessions import SessionTable, ToolSession, decode, pair, record_of
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.identity import Episode, highest
+from gym_servers.unattended import unattended
 
 log = logging.getLogger("gym_servers")
 
@@ -100,9 +101,9 @@ class ResourcesParticipant(Participant):
             key = (f" {digest}", episode.key if episode is not None else fresh_id)
         running = self._seeding.get(key)
         if running is None:
-            task = asyncio.ensure_future(self._begin(session_id or fresh_id, episode, digest, begin, begun))
+            task = unattended(self._begin(session_id or fresh_id, episode, digest, begin, begun))
             running = self._seeding[key] = _Seed(digest, task)
-            task.add_done_callback(lambda _: self._begun(key))
+            task.add_done_callback(lambda _: self._seeding.pop(key))
         if running.digest != digest:
             raise ProtocolError("checkpoint_conflict", f"session {session_id} is being seeded with another row")
         # Not interrupted by a client that goes away: whoever repeats its seed finds it.
@@ -159,11 +160,6 @@ class ResourcesParticipant(Participant):
                 await begun(session)
             return session
 
-    def _begun(self, key: tuple[str, str]) -> None:
-        seed = self._seeding.pop(key)
-        if not seed.task.cancelled():
-            seed.task.exception()  # whoever asked may be gone: an error nobody awaits is not a fault of ours
-
     # ---- calls --------------------------------------------------------------------------------------------
 
     async def call(
@@ -184,7 +180,7 @@ class ResourcesParticipant(Participant):
         # Not interrupted by a client that goes away: an effect and its journal entry belong together, and a
         # call that still runs must hold a checkpoint up.
         running = self._run(session_id, episode, where, work, call_id, digest, replay)
-        return await asyncio.shield(asyncio.ensure_future(running))
+        return await asyncio.shield(unattended(running))
 
     async def _run(
         self,

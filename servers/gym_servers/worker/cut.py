@@ -13,6 +13,7 @@ from gym_servers.protocol.digests import sha256
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.storage.leftovers import CUTS
 from gym_servers.storage.store import ObjectStore, StorageError
+from gym_servers.unattended import unattended
 from gym_servers.worker.streams import Streams
 
 log = logging.getLogger("gym_servers")
@@ -40,7 +41,7 @@ class Cutter:
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
             # Frozen before anything is awaited: the cut is one moment for all calls.
             frozen, calls = self._frozen(inventory)
-            task = asyncio.ensure_future(self._stage(inventory, frozen, calls))
+            task = unattended(self._stage(inventory, frozen, calls))
             self._receipts[inventory.digest] = task
             self._digests[inventory.checkpoint_id] = inventory.digest
             while len(self._receipts) > REMEMBERED:
