@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import copy
 import itertools
+import json
 import uuid
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -38,13 +38,13 @@ class FakeKube:
     async def get(self, resource: Resource, namespace: str | None, name: str) -> Body:
         self._alive()
         self._permit("get", resource, name)
-        return copy.deepcopy(self._found(resource, namespace, name))
+        return _copied(self._found(resource, namespace, name))
 
     async def list_all(self, resource: Resource, namespace: str | None, selector: str = "") -> Listing:
         self._alive()
         self._permit("list", resource, "")
         items = [
-            copy.deepcopy(body)
+            _copied(body)
             for (kind, place, _), body in self.objects.items()
             if kind == resource and namespace in (None, place) and _is_selected(body, selector)
         ]
@@ -57,7 +57,7 @@ class FakeKube:
         self._alive()
         self._permit("watch", resource, "")
         told = [
-            (deleted, copy.deepcopy(body))
+            (deleted, _copied(body))
             for kind, deleted, body in self._history
             if kind == resource and namespace in (None, body["metadata"].get("namespace"))
             if _is_selected(body, selector) and int(body["metadata"]["resourceVersion"]) > since
@@ -73,7 +73,7 @@ class FakeKube:
         key = (resource, namespace, body["metadata"]["name"])
         if key in self.objects:
             raise Conflict(409, f"{key[2]} exists already")
-        body = copy.deepcopy(body)
+        body = _copied(body)
         for field, value in (body.pop("stringData", None) or {}).items():
             body.setdefault("data", {})[field] = base64.b64encode(value.encode()).decode()
         body["metadata"] = {
@@ -101,7 +101,7 @@ class FakeKube:
         self._writing("status", resource, body["metadata"]["name"])
         found = self._current(resource, namespace, body)
         return self._stored(
-            (resource, namespace, body["metadata"]["name"]), {**found, "status": copy.deepcopy(body["status"])}
+            (resource, namespace, body["metadata"]["name"]), {**found, "status": _copied(body["status"])}
         )
 
     async def delete(
@@ -130,18 +130,18 @@ class FakeKube:
     def set(self, resource: Resource, namespace: str, name: str, **fields: Any) -> None:
         """Change an object, as somebody else than the operator."""
         found = self._found(resource, namespace, name)
-        self._stored((resource, namespace, name), {**found, **copy.deepcopy(fields)})
+        self._stored((resource, namespace, name), {**found, **_copied(fields)})
 
     def _stored(self, key: tuple[Resource, str | None, str], body: Body) -> Body:
-        body = copy.deepcopy(body)
+        body = _copied(body)
         body["metadata"]["resourceVersion"] = str(next(self._versions))
         self.objects[key] = body
         self._happened(key[0], False, body)
-        return copy.deepcopy(body)
+        return _copied(body)
 
     def _happened(self, resource: Resource, deleted: bool, body: Body) -> None:
-        self._history.append((resource, deleted, copy.deepcopy(body)))
-        self.watch(resource, deleted, copy.deepcopy(body))
+        self._history.append((resource, deleted, _copied(body)))
+        self.watch(resource, deleted, _copied(body))
 
     def _found(self, resource: Resource, namespace: str | None, name: str) -> Body:
         try:
@@ -172,6 +172,11 @@ class FakeKube:
     def _alive(self) -> None:
         if self.dead:
             raise KubeError(0, "the API server does not answer")
+
+
+def _copied(body: Any) -> Any:
+    """As it comes out at the other end of a wire: nobody has the same object, and all of it is plain JSON."""
+    return json.loads(json.dumps(body))
 
 
 def _is_selected(body: Body, selector: str) -> bool:

@@ -101,8 +101,8 @@ class OperatedRig:
 
     def __init__(self, folder: Path, rows: Iterable[Mapping[str, Any]], rate: float, spec: Mapping[str, Any]) -> None:
         self.folder, self._rows, self._rate = folder, list(rows), rate
-        self._cells_file = folder / "cells"
-        self._cells_file.write_text("1\n")  # until the operator has said how many there are
+        self._cells_file, self._cells_told = folder / "cells", ""
+        self._tell_cells("1\n")  # until the operator has said how many there are
         self.spec = _spec(folder, spec)
         self.cells: dict[int, Rig] = {}
         self.cell = self._rig_of(0)
@@ -181,7 +181,7 @@ class OperatedRig:
         """A pod for each cell of each StatefulSet that wants one, and a process in each pod."""
         config = self.kube.objects.get((CHILDREN["ConfigMap"], IDENTITY.namespace, names.config_map(IDENTITY.name)))
         if config is not None:
-            self._cells_file.write_text(config["data"]["cells"])
+            self._tell_cells(config["data"]["cells"])
         wanted = {
             f"{body['metadata']['name']}-{index}": body
             for (resource, _, _), body in self.kube.objects.items()
@@ -210,6 +210,12 @@ class OperatedRig:
                 self.kube.put(PODS, IDENTITY.namespace, {"metadata": metadata, "spec": spec})
             else:
                 self._see_to_process(name, present[name])
+
+    def _tell_cells(self, cells: str) -> None:
+        """As a kubelet does, only where it is another: a write at each look would cost more than all else."""
+        if cells != self._cells_told:
+            self._cells_file.write_text(cells)
+            self._cells_told = cells
 
     def _see_to_engines(self, present: Mapping[str, Body]) -> None:
         wanted = {
@@ -449,6 +455,8 @@ class OperatedRig:
         for cell in self.cells.values():
             cell.kill()
         await end_all()
+        for cell in self.cells.values():
+            cell.give_back()
 
 
 def _is_engine(pod: Body) -> bool:
