@@ -124,13 +124,19 @@ async def test_openai_s_client_gets_a_chat_piece_by_piece(engine: Engine, folder
         assert finish == whole.finish_reason == "tool_calls"
 
 
-async def test_a_piece_is_sent_before_its_generation_has_ended(engine: Engine, folder: Path) -> None:
+async def test_a_piece_is_sent_while_its_generation_stands_in_its_middle(engine: Engine, folder: Path) -> None:
+    long = {**CHAT, "max_tokens": 600, "extra_body": {"ignore_eos": True}}
     async with served(folder, engine) as run, client(run, "early") as early:
-        long = {**CHAT, "max_tokens": 600, "extra_body": {"ignore_eos": True}}
-        stream = await early.chat.completions.create(**long, temperature=0, stream=True)
-        async with stream:
-            while not (await anext(stream)).choices[0].delta.content:
-                pass
+
+        async def first_piece() -> str:
+            async with await early.chat.completions.create(**long, temperature=0, stream=True) as stream:
+                while not (piece := (await anext(stream)).choices[0].delta.content):
+                    pass
+                return str(piece)
+
+        reading = asyncio.ensure_future(first_piece())
+        async with engine.held_once(lambda: generated(engine, "early") >= 4):
+            assert await asyncio.wait_for(reading, 60.0)
             (begun,) = [one for one in engine.generated() if one.key == "early"]
             assert not begun.ended
 
