@@ -4,6 +4,7 @@ looks."""
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from gym_servers.engine.rows import counter_rows
 
 
 async def served(folder: Path) -> None:
-    folder.mkdir()
     async with operated(folder, counter_rows(1, 1)) as rig:
         await rig.until(rig.complete, "complete")
 
@@ -45,13 +45,16 @@ async def test_what_processes_read_is_written_when_it_changes_and_not_before(
         await told(rig, "1\n")
     assert written[0] == "1\n"
     assert len(written) < 6
-    assert all(one != next for one, next in zip(written, written[1:], strict=False))
+    assert all(one != next for one, next in pairwise(written))
 
 
 async def test_applications_of_a_stack_that_has_ended_serve_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Making them costs more than a short test does otherwise."""
-    await served(tmp_path / "first")
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        folder.mkdir()
+    await served(first)
     monkeypatch.setattr(cell, "control_app", lambda *_: pytest.fail("one more was made"))
-    await served(tmp_path / "second")
+    await served(second)

@@ -12,13 +12,12 @@ import itertools
 import json
 import uuid
 from collections.abc import AsyncIterator, Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from gym_operator.api.objects import format_time
 from gym_operator.effects.kube import EVENTS, Body, Changes, Conflict, KubeError, Listing, NotFound, Resource
 
 WRITES = frozenset({"create", "replace", "replace_status", "delete"})
-T = TypeVar("T")
 Watcher = Callable[[Resource, bool, Body], None]
 
 
@@ -175,9 +174,9 @@ class FakeKube:
             raise KubeError(0, "the API server does not answer")
 
 
-def _copied(body: T) -> T:
+def _copied(body: Body) -> Body:
     """As it comes out at the other end of a wire: nobody has the same object, and all of it is plain JSON."""
-    copied: T = json.loads(json.dumps(body))
+    copied: Body = json.loads(json.dumps(body))
     return copied
 
 
