@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gym_kit.hollow_node import OTHER_NODE
+from gym_kit.hollow_node import NODE, OTHER_NODE
 from gym_kit.operator_rig import NAMESPACE, OperatorRig
 from gym_kit.progress import Progress
 from gym_operator.api import names
@@ -182,17 +182,24 @@ def test_a_pod_that_is_deleted_in_order_and_another_image_cost_no_work(rig: Oper
     assert rig.status(STACKS, "planned")["collection"] == {"expected": 48, "rows": 48, "failed": 0, "complete": True}
 
 
-def test_a_cell_is_moved_off_a_cordoned_node_and_nobody_else_may_evict_it(rig: OperatorRig) -> None:
+def test_kubectl_drains_a_node_whose_cell_goes_on_elsewhere(rig: OperatorRig) -> None:
+    """Its evictions are refused until the cell has had its last checkpoint, then let through, and it ends."""
     rig.apply("moved", rollouts=24)
     rig.until("rollouts are under way", lambda: under_way(rig, "moved"), START_SECONDS)
     rig.until("it is guarded", lambda: budget(rig, "moved") == 0, 30)
-    rig.cordon(True)
+    drain = rig.kubectl("drain", NODE, "--ignore-daemonsets", "--delete-emptydir-data", "--timeout=180s")
     try:
         rig.until("it is moved", lambda: running(rig, "moved", 1), RECOVERY_SECONDS)
         assert {pod["spec"]["nodeName"] for pod in pods(rig).values()} == {OTHER_NODE}
+        said, _ = drain.communicate(timeout=60)
+        assert drain.returncode == 0, said
     finally:
-        rig.cordon(False)
+        drain.kill()
+        drain.communicate()
+        rig.kubectl("uncordon", NODE).communicate(timeout=60)
     assert continued_from(rig, "moved", 0) == ["roll-out"]
+    (recovery,) = rig.cell("moved")["recoveries"]
+    assert "is cordoned" in recovery["reason"]
     rig.until("all rows are there", lambda: rig.phase("moved") == "Completed", 120)
     assert rig.rows("moved") == 24
 

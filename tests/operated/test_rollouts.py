@@ -486,6 +486,49 @@ async def test_a_cell_is_moved_off_a_node_that_is_cordoned(tmp_path: Path) -> No
         nothing_was_done_twice(rig)
 
 
+async def drained(rig: OperatedRig, node: str) -> None:
+    """As kubectl drain does it: asks by name every five seconds, also for a pod that is another one by now. One that
+    ends already is let go whatever a budget says."""
+    asked_for = {
+        name: body["metadata"]["uid"]
+        for (resource, _, name), body in rig.kube.objects.items()
+        if resource == PODS and body["spec"]["nodeName"] == node
+    }
+    rig.cordon(node)
+    while asked_for:
+        for name, uid in list(asked_for.items()):
+            pod = rig.kube.objects.get((PODS, IDENTITY.namespace, name))
+            budget = rig.kube.objects[CHILDREN["PodDisruptionBudget"], IDENTITY.namespace, "rig-servers"]
+            if (
+                pod is not None
+                and budget["spec"]["maxUnavailable"] == 0
+                and not pod["metadata"].get("deletionTimestamp")
+            ):
+                continue
+            if pod is not None:
+                assert pod["metadata"]["uid"] == uid, "what had been moved was evicted"
+                rig.leave(name)
+            del asked_for[name]
+        await asyncio.sleep(5)
+
+
+@pytest.mark.parametrize("cells", [1, 2])
+async def test_who_drains_a_node_gets_each_cell_s_pods_when_it_has_had_its_last_checkpoint(
+    tmp_path: Path, cells: int
+) -> None:
+    async with operated(tmp_path, rows(9), cells=cells, nodes=True, rate=SLOW) as rig:
+        await under_way(rig)
+        rig.node = "node-2"
+        async with asyncio.timeout(120):
+            await drained(rig, "node-1")
+        await rig.until(lambda: all(rig.in_service(1, cell=cell) for cell in range(cells)), "moved")
+        assert [sources(rig, cell) for cell in range(cells)] == [["roll-out"]] * cells
+        budget = CHILDREN["PodDisruptionBudget"], IDENTITY.namespace, "rig-servers"
+        await rig.until(lambda: rig.kube.objects[budget]["spec"]["maxUnavailable"] == 0, "guarded again")
+        await to_the_end(rig, 9)
+        nothing_was_done_twice(rig)
+
+
 async def test_an_operator_that_may_not_watch_nodes_lets_evictions_through(tmp_path: Path) -> None:
     """One before it may have been allowed to."""
     async with operated(tmp_path, rows(), rate=SLOW, nodes=True) as rig:

@@ -18,6 +18,7 @@ from gym_operator.effects.stack_pods import StackPods
 from gym_operator.effects.status_writers import StackWriter
 from gym_operator.effects.waits import Waits
 from gym_operator.rules.pod_state import PodState, pod_uid
+from gym_operator.rules.rollouts import yields
 from gym_servers.coordination.cell_host import Process
 from gym_servers.coordination.record import CellRecord, Pin, Stage
 from gym_servers.stack.spec import Participant
@@ -27,6 +28,8 @@ GRACE_SECONDS: Final = 1
 """Servers that are told that no checkpoint comes end at once; what they hold is in one or it is not."""
 PARKING_SECONDS: Final = 12
 """After a last checkpoint they park their sessions first, and need no longer than that takes."""
+EVICTION_SECONDS: Final = 9.0
+"""For so long pods that are to leave their node are left to who drains it: kubectl asks every five seconds."""
 ASK_AGAIN_SECONDS: Final = 3.0
 """A deletion is asked for again after so long: the first one is under way."""
 
@@ -49,7 +52,7 @@ class KubeCellHost:
         self._s, self._subject, self._cell = services, subject, cell
         self._pods, self._writer = pods, writer
         self._asked: dict[str, float] = {}
-        self._deleting = Waits(services.monotonic)
+        self._deleting, self._left = Waits(services.monotonic), Waits(services.monotonic)
         self.given_up: frozenset[str] = frozenset()  # servers that are about to be ended, and do not answer
 
     def pods(self) -> dict[str, PodState]:
@@ -79,13 +82,21 @@ class KubeCellHost:
         )
 
     async def end(self, processes: Mapping[str, str]) -> None:
-        """Delete the pods of these processes, all at once; a pod that is another one by now is left alone."""
+        """Delete the pods of these processes, all at once; a pod that is another one by now is left alone, and for a
+        while those that whoever drains their node may take."""
         pods = self.pods()
         self._deleting.keep({_ending(pod) for pod in pods.values()})
+        self._left.keep({pod.uid for pod in pods.values()})
+        cordoned = self._s.cache.cordoned if self._s.watches_nodes else frozenset()
+        left = yields(self._writer.record(self._cell), pods, cordoned)
         doomed = []
         for name, incarnation in processes.items():
             pod = pods.get(name)
-            if pod is not None and pod.uid == pod_uid(incarnation) and self._due(pod):
+            if pod is None or pod.uid != pod_uid(incarnation):
+                continue
+            if left and pod.node in cordoned and pod.grace is None and self._left.seconds(pod.uid) < EVICTION_SECONDS:
+                continue
+            if self._due(pod):
                 doomed.append(pod)
         results = await asyncio.gather(*(self._delete(pod) for pod in doomed), return_exceptions=True)
         for result in results:

@@ -18,8 +18,6 @@ from gym_servers.coordination.checkpoint import CheckpointFailed
 from gym_servers.coordination.controller import CellController
 from gym_servers.coordination.terms import NOT_BEGUN
 
-NAME: Final = "roll-out"
-"""How the last checkpoint before a replacement is called: no GymCheckpoint asked for it."""
 RETRY_SECONDS: Final = 5.0
 """Between last checkpoints of a cell that can wait."""
 
@@ -68,7 +66,9 @@ class Rollout:
 
     async def _take(self, controller: CellController, reason: str) -> None:
         try:
-            await take_last(controller, self._checkpoints, self._index, NAME, f"{NAME}-", replacing=reason)
+            await take_last(
+                controller, self._checkpoints, self._index, rules.NAME, f"{rules.NAME}-", replacing=reason
+            )
         except FAILURES as error:
             if isinstance(error, CheckpointFailed) and error.reason in NOT_BEGUN:
                 return  # another one came first, and is let end

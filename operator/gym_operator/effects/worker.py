@@ -37,7 +37,7 @@ from gym_operator.rules.checkpoint_phases import Origin
 from gym_operator.rules.checkpoint_queue import Obstacle, Situation
 from gym_operator.rules.observed import CellSeen, Engine, Observed
 from gym_operator.rules.rest import at_rest, storage_told, was_at_rest
-from gym_operator.rules.rollouts import whose_turn
+from gym_operator.rules.rollouts import whose_turn, yields
 from gym_operator.rules.spec_check import Problem, check_stack
 from gym_operator.rules.stack_status import differs_in_progress_only, stack_status, warnings
 from gym_operator.rules.workloads import StackContext, templates
@@ -75,14 +75,15 @@ LEAST_RECOVERIES: Final = 2
 
 class Ensured(NamedTuple):
     """How the stack's objects were found: good until `until` (monotonic), for this generation of the spec, for so
-    many cells that are needed and that are at work, for servers that are still needed, and for `running` pods or
-    none."""
+    many cells that are needed and that are at work, for servers that are still needed, for `running` pods or none,
+    and for pods that are kept or, with `yielding`, may be evicted."""
 
     generation: int
     kept: int
     at_work: int
     servers: frozenset[str]
     running: bool
+    yielding: bool
     until: float
     problem: Problem | None
     trouble: str
@@ -295,7 +296,11 @@ class StackWorker:
         at_work = max(kept, self._pods.cells_at_work())
         running = not stack.spec.suspend and not (stack.spec.checkpoints.enabled and all(self._stopped(stack)))
         servers = self._servers() - {each.name for each in stack.spec.participants()}
-        wanted, known = (generation, kept, at_work, servers, running), self._ensured
+        yielding = any(
+            yields(cell.record, self._pods.of(index), self._s.cache.cordoned)
+            for index, (cell, _) in self._cells.items()
+        )
+        wanted, known = (generation, kept, at_work, servers, running, yielding), self._ensured
         if known is None and resting and was_at_rest(self._writer.status, generation):
             known = self._ensured = Ensured(*wanted, now - ENSURE_AT_REST_SECONDS * random.random(), None, "")
         if known is not None and known[: len(wanted)] == wanted:
@@ -307,7 +312,7 @@ class StackWorker:
         )
         guarded = self._s.watches_nodes and stack.spec.checkpoints.enabled
         context = StackContext(
-            stack.identity, stack.spec, self._s.operator_namespace, kept, at_work, servers, guarded
+            stack.identity, stack.spec, self._s.operator_namespace, kept, at_work, servers, guarded, yielding
         )
         problem, trouble = None, ""
         try:

@@ -14,6 +14,8 @@ from typing import Final
 from gym_operator.rules.pod_state import PodState
 from gym_servers.coordination.record import CellRecord, Stage
 
+NAME: Final = "roll-out"
+"""How the last checkpoint before a replacement is called: no GymCheckpoint asked for it."""
 TRIES: Final = 4
 """Last checkpoints of a cell that can wait: by default, rollouts that hold three up are restarted by the fourth."""
 URGENT_TRIES: Final = 1
@@ -126,6 +128,18 @@ def _in_service(situation: Situation) -> Move:
     if situation.failed >= (URGENT_TRIES if cause.urgent else TRIES):
         return Replace(cause.reason)
     return Take(cause.reason) if situation.free else None
+
+
+def yields(record: CellRecord | None, pods: Mapping[str, PodState], cordoned: Collection[str]) -> bool:
+    """Whether a cell's pods are for who drains their node: a last checkpoint has stopped it, and it goes elsewhere.
+
+    kubectl drain asks for an eviction that was refused every five seconds, by the pod's name, for ever where another
+    pod has that name by then (kubernetes issue 138229). So it has to be let through while the old one is there."""
+    if record is None or record.stage is not Stage.REPLACING or not record.recoveries:
+        return False
+    last = record.recoveries[-1]
+    stopped = last.planned and last.checkpoint is not None and last.checkpoint.name == NAME
+    return stopped and any(pod.node in cordoned and pod.grace is None for pod in pods.values())
 
 
 def whose_turn(in_service: Mapping[int, bool], waiting: Collection[int], begun: Iterable[int]) -> int | None:

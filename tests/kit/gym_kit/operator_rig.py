@@ -28,17 +28,16 @@ from typing import Any, Final, Self, TypeVar
 import boto3
 from botocore.config import Config
 
-from gym_kit import operator_process
+from gym_kit import operator_process, tools
 from gym_kit.beside import serving
 from gym_kit.bucket import SeaweedFS
 from gym_kit.cluster.local.api_only import api_server_only
-from gym_kit.hollow_node import NODE, HollowNode
+from gym_kit.hollow_node import HollowNode
 from gym_kit.ports import free_ports
 from gym_kit.progress import Progress
 from gym_operator.api import names
 from gym_operator.effects.kube import (
     CHECKPOINTS,
-    NODES,
     PODS,
     SECRETS,
     STACKS,
@@ -174,14 +173,15 @@ class OperatorRig:
     def delete(self, resource: Resource, name: str) -> None:
         self.run(self.kube.delete(resource, NAMESPACE, name))
 
-    def cordon(self, cordoned: bool) -> None:
-        """As kubectl cordon and uncordon do with the first node."""
-        while True:
-            body = self.run(self.kube.get(NODES, None, NODE))
-            body["spec"] = {**(body.get("spec") or {}), "unschedulable": cordoned}
-            with suppress(Conflict):
-                self.run(self.kube.replace(NODES, "", body))
-                return
+    def kubectl(self, *words: str) -> subprocess.Popen[str]:
+        """The real kubectl, as a process; what it says goes to one pipe."""
+        return subprocess.Popen(
+            [str(tools.kubectl()), f"--kubeconfig={self.kubeconfig}", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
 
     def checkpoint(self, name: str, stack: str, **spec: Any) -> None:
         body = {

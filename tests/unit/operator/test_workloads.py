@@ -413,3 +413,12 @@ def test_evictions_are_refused_where_the_operator_moves_cells_itself(
     assert budget["spec"]["maxUnavailable"] == 0
     for server in SERVERS:
         assert selects(budget["spec"]["selector"]["matchLabels"], pod_of(children, server)["metadata"]["labels"])
+    yielding = build_children(replace(context(spec_document), guarded=True, yielding=True))
+    assert of_kind(yielding, "PodDisruptionBudget")[budget["metadata"]["name"]]["spec"]["maxUnavailable"] == "100%"
+
+
+def test_nothing_refuses_the_eviction_of_what_nobody_moves(context: Build, spec_document: dict[str, Any]) -> None:
+    """An engine belongs to no cell."""
+    (budget,) = of_kind(build_children(replace(context(spec_document), guarded=True)), "PodDisruptionBudget").values()
+    (expression,) = budget["spec"]["selector"]["matchExpressions"]
+    assert expression == {"key": names.COMPONENT_LABEL, "operator": "NotIn", "values": [names.ENGINE_COMPONENT]}

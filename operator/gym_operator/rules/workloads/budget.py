@@ -7,7 +7,8 @@ from gym_operator.rules.workloads.common import Manifest, StackContext, child, s
 
 
 def disruption_budget(context: StackContext) -> Manifest:
-    """`<stack>-servers`: nobody evicts a server. A drain waits until its cell is elsewhere."""
+    """`<stack>-servers`: nobody evicts a server. A drain waits until its cell has had its last checkpoint. An engine may
+    be evicted: its Deployment brings another one up, and calls go on behind what they had."""
     return child(
         context,
         "policy/v1",
@@ -15,7 +16,12 @@ def disruption_budget(context: StackContext) -> Manifest:
         names.disruption_budget(context.name),
         stack_labels(context),
         spec={
-            "maxUnavailable": 0,
-            "selector": {"matchLabels": {names.STACK_UID_LABEL: context.identity.uid}},
+            "maxUnavailable": "100%" if context.yielding else 0,
+            "selector": {
+                "matchLabels": {names.STACK_UID_LABEL: context.identity.uid},
+                "matchExpressions": [
+                    {"key": names.COMPONENT_LABEL, "operator": "NotIn", "values": [names.ENGINE_COMPONENT]}
+                ],
+            },
         },
     )
