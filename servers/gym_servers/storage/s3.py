@@ -16,7 +16,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
+from urllib.parse import urlsplit
 
 from gym_servers.protocol.digests import sha256
 from gym_servers.stack.settings import S3Encryption, S3Settings
@@ -136,30 +137,14 @@ class S3Store:
             return self._made
 
     def _make(self, access: S3Access) -> Any:
-        from botocore.config import Config
         from botocore.exceptions import BotoCoreError
 
-        settings, credentials = self._settings, access.credentials
-        checksums = "when_supported" if settings.endpoint is None else "when_required"
         try:
-            return _made(
-                "s3",
-                endpoint_url=settings.endpoint,
-                region_name=settings.region,
-                verify=_bundle(access.ca) if access.ca is not None else None,
-                aws_access_key_id=credentials.access_key if credentials else None,
-                aws_secret_access_key=credentials.secret_key if credentials else None,
-                aws_session_token=credentials.session_token if credentials else None,
-                config=Config(
-                    s3={"addressing_style": settings.addressing_style},
-                    request_checksum_calculation=checksums,
-                    response_checksum_validation=checksums,
-                    connect_timeout=CONNECT_SECONDS,
-                    read_timeout=READ_SECONDS,
-                    retries={"mode": "standard", "total_max_attempts": REQUEST_TRIES},
-                    max_pool_connections=32,
-                ),
-            )
+            if self._settings.endpoint is None:
+                client = self._client_with(access, "when_supported")
+                if _is_aws(client.meta.endpoint_url):  # else the environment names another server
+                    return client
+            return self._client_with(access, "when_required")
         except BotoCoreError:
             raise
         except ValueError as error:  # boto3's own word for an address that is none
@@ -167,6 +152,33 @@ class S3Store:
                 f"{self.uri}: `endpoint` is not an address such as https://s3.example:9000",
                 StorageProblem.UNREACHABLE,
             ) from error
+
+    def _client_with(self, access: S3Access, checksums: Literal["when_supported", "when_required"]) -> Any:
+        from botocore.config import Config
+
+        settings, credentials = self._settings, access.credentials
+        return _made(
+            "s3",
+            endpoint_url=settings.endpoint,
+            region_name=settings.region,
+            verify=_bundle(access.ca) if access.ca is not None else None,
+            aws_access_key_id=credentials.access_key if credentials else None,
+            aws_secret_access_key=credentials.secret_key if credentials else None,
+            aws_session_token=credentials.session_token if credentials else None,
+            config=Config(
+                s3={"addressing_style": settings.addressing_style},
+                request_checksum_calculation=checksums,
+                response_checksum_validation=checksums,
+                connect_timeout=CONNECT_SECONDS,
+                read_timeout=READ_SECONDS,
+                retries={"mode": "standard", "total_max_attempts": REQUEST_TRIES},
+                max_pool_connections=32,
+            ),
+        )
+
+
+def _is_aws(address: str) -> bool:
+    return (urlsplit(address).hostname or "").endswith((".amazonaws.com", ".amazonaws.com.cn"))
 
 
 _MAKING: Final = threading.Lock()
