@@ -79,3 +79,25 @@ def test_s2_aws_is_told_the_checksum_of_what_it_stores(
     use(region=region)
     assert all(str(urlsplit(request.url).hostname).endswith(host) for request in asked)
     assert any(name.startswith("x-amz-checksum-") for name in checksums(asked))
+
+
+@pytest.mark.parametrize(
+    ("settings", "host", "path"),
+    [
+        ({}, "gym.s3.amazonaws.com", "/team/a"),
+        ({"region": "eu-west-1"}, "gym.s3.eu-west-1.amazonaws.com", "/team/a"),
+        ({"addressing_style": "path", "region": "eu-west-1"}, "s3.eu-west-1.amazonaws.com", "/gym/team/a"),
+        ({"endpoint": ENDPOINT}, "minio.storage", "/gym/team/a"),
+        ({"endpoint": ENDPOINT, "addressing_style": "path"}, "minio.storage", "/gym/team/a"),
+        ({"endpoint": ENDPOINT, "addressing_style": "virtual"}, "gym.minio.storage", "/team/a"),
+    ],
+)
+def test_s3_region_and_addressing_are_as_set_and_else_as_the_server_knows_them(
+    asked: list[AWSPreparedRequest], settings: dict[str, str], host: str, path: str
+) -> None:
+    use(**settings)
+    for request in asked:
+        where = urlsplit(request.url)
+        assert where.hostname == host
+        assert where.path == path or "list-type" in where.query
+        assert f"/{settings.get('region', 'us-east-1')}/s3/" in str(request.headers["Authorization"])
