@@ -15,11 +15,12 @@ from gym_rig.cell import IDENTITY
 from gym_rig.operated import OperatedRig, operated
 from gym_rig.virtual import now
 from gym_servers.engine.rows import counter_rows
+from gym_servers.storage.cells import PROPOSAL
 from gym_servers.storage.directory import DirectoryStore
-from gym_servers.storage.manifest import CHECKPOINT
+from gym_servers.storage.manifest import CHECKPOINT, read_publication
 from gym_servers.storage.ownership import OWNER, claim, owner_of
 from gym_servers.storage.removal import HOLDER
-from gym_servers.storage.store import StorageError
+from gym_servers.storage.store import StorageError, StorageProblem
 
 SLOWLY = 1.0
 
@@ -210,6 +211,59 @@ async def test_k2_a_bucket_that_fails_for_ever_holds_nothing_for_ever(
         await rig.until(lambda: said(rig, "DataLeft"), "said so")
         assert status["uri"] in said(rig, "DataLeft")[0]
         assert "the bucket is full" in said(rig, "DataLeft")[0]
+
+
+def fill(monkeypatch: pytest.MonkeyPatch, at: str = "") -> None:
+    """From the first write of an object with this name on the bucket takes nothing more, and gives and removes what
+    it has."""
+    original, full = DirectoryStore.create, False
+
+    def create(store: DirectoryStore, key: str, data: bytes) -> None:
+        nonlocal full
+        full = full or key.endswith(at)
+        if full:
+            raise StorageError("the bucket is full", StorageProblem.FULL)
+        original(store, key, data)
+
+    monkeypatch.setattr(DirectoryStore, "create", create)
+    monkeypatch.setattr(DirectoryStore, "replace", create)
+
+
+async def test_k2_data_goes_out_of_a_full_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is how room is made: a removal writes nothing."""
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        status = await taken(rig, "one")
+        fill(monkeypatch)
+        began = now()
+        delete(rig, "one")
+        await rig.until(lambda: not there(rig, "one"), "gone")
+        assert now() - began < 10
+        assert data(status) == set()
+        await rig.until(lambda: said(rig, "DataRemoved"), "said so")
+        assert not said(rig, "DataLeft")
+
+
+@pytest.mark.parametrize("at", [PROPOSAL, CHECKPOINT])
+async def test_k2_one_that_could_not_be_finished_for_want_of_room_goes_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """Storage takes no tombstone either. The record has given it up, so that nobody publishes it once there is
+    room."""
+    async with operated(tmp_path, rows(), rate=0.1) as rig:
+        await rig.until(rig.in_service, "in service")
+        with monkeypatch.context() as bucket:
+            fill(bucket, at)
+            rig.checkpoint("unwanted", deletionPolicy="Delete", timeouts={"commit": "5s"})
+            await rig.until(lambda: rig.record().get("open", {}).get("givenUp"), "given up")
+            uri = rig.status(CHECKPOINTS, "unwanted")["uri"]
+            assert data({"uri": uri})
+            delete(rig, "unwanted")
+            await rig.until(lambda: not there(rig, "unwanted"), "gone")
+            assert data({"uri": uri}) == set()
+        await rig.until(lambda: "open" not in rig.record(), "settled")
+        assert data({"uri": uri}) == {CHECKPOINT}
+        assert read_publication((Path(uri) / CHECKPOINT).read_bytes()).state == "abandoned"
+        assert (await taken(rig, "next"))["phase"] == "Succeeded"
 
 
 async def test_k2_credentials_that_are_gone_hold_an_object_for_a_minute(tmp_path: Path) -> None:

@@ -180,12 +180,13 @@ class Checkpoints:
         sides = {part.index: cells.get(part.index, _GONE) for part in left}
         idle = not self._under_way and not any(side.situation.free for side in sides.values())
         last = idle and len(left) < len(among)
+        unwanted = self._unwanted(writer)
         held: list[tuple[Part, AnyReason, str]] = []
         for part in left:
             side = sides[part.index]
             phase = phases.part_of(writer.status, part.index).phase
-            hindered = self._hindered(part, queue.hinders(side.situation, last))
-            match queue.next_move(phase, part.id, hindered, side.situation, last=last):
+            hindered = self._hindered(part, queue.hinders(side.situation, last, unwanted=unwanted))
+            match queue.next_move(phase, part.id, hindered, side.situation, last=last, unwanted=unwanted):
                 case queue.Take() if not _is_tied(checkpoint):
                     pass  # no data is written before the object is held for it
                 case queue.Take() if side.controller is not None and (order == "Together" or not self._under_way):

@@ -514,6 +514,7 @@ class StackWorker:
             obstacle=obstacle,
             storage_proved=self._storage.state.ok is True,
             elsewhere=cell.stands_by,
+            given_up=bool(record and record.open and record.open.given_up),
         )
         return Side(situation, cell.controller, lambda: pins(record, participants, self._pods.of(cell.index)))
 

@@ -24,9 +24,9 @@ Obstacle = tuple[AnyReason, str]
 @dataclass(frozen=True)
 class Situation:
     """A cell, as far as a checkpoint depends on it. `open_id` is the checkpoint that the cell's record has open;
-    `obstacle` is what only a person can mend, and the reason for it; `free`: nothing else goes on in the cell.
-    `storage_proved`: it was found to do what checkpoints stand on. `elsewhere`: another operator is at work on the
-    cell, and has the say about its part."""
+    `given_up`: the record says that it must not be published any more. `obstacle` is what only a person can mend, and
+    the reason for it; `free`: nothing else goes on in the cell. `storage_proved`: it was found to do what checkpoints
+    stand on. `elsewhere`: another operator is at work on the cell, and has the say about its part."""
 
     enabled: bool
     stage: Stage | None
@@ -35,6 +35,7 @@ class Situation:
     obstacle: Obstacle | None
     storage_proved: bool = True
     elsewhere: bool = False
+    given_up: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,15 +78,23 @@ def in_order(checkpoints: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]
     return sorted(checkpoints, key=lambda each: (each["metadata"]["creationTimestamp"], each["metadata"]["name"]))
 
 
-def hinders(situation: Situation, last: bool) -> bool:
+def hinders(situation: Situation, last: bool, *, unwanted: bool = False) -> bool:
     """Whether time runs against a part. `last`: other parts are done, and nothing is left that could be done but to
-    wait for this one."""
+    wait for this one. `unwanted`: its GymCheckpoint was deleted."""
     if situation.elsewhere:
         return False
-    return situation.obstacle is not None or (last and situation.stage is not Stage.RUNNING)
+    return unwanted or situation.obstacle is not None or (last and situation.stage is not Stage.RUNNING)
 
 
-def next_move(phase: CheckpointPhase, id: str, hindered: float, situation: Situation, *, last: bool = False) -> Move:
+def next_move(
+    phase: CheckpointPhase,
+    id: str,
+    hindered: float,
+    situation: Situation,
+    *,
+    last: bool = False,
+    unwanted: bool = False,
+) -> Move:
     """What to do about a cell's part of the first in the queue. `hindered`: for how many seconds something in
     `hinders` has been so."""
     if not situation.enabled:
@@ -97,7 +106,11 @@ def next_move(phase: CheckpointPhase, id: str, hindered: float, situation: Situa
         return Hold()
     if phase in OPEN:
         # What the record has open is settled by the cell's controller, which knows what may still be published.
-        return Hold() if situation.open_id == id else Resolve()
+        is_open = situation.open_id == id
+        if unwanted and hindered > PATIENCE_SECONDS and (situation.given_up or not is_open):
+            # Nobody publishes it any more: a deletion does not wait for a storage that takes no tombstone.
+            return Fail(ConditionReason.DELETED, "the GymCheckpoint was deleted before it was finished")
+        return Hold() if is_open else Resolve()
     if situation.open_id == id:
         return Adopt()
     if situation.obstacle is not None:

@@ -91,6 +91,20 @@ def test_what_to_do_about_the_first(phase: Any, situation: queue.Situation, age:
     assert isinstance(queue.next_move(phase or "Pending", "id", age, situation), move)
 
 
+@pytest.mark.parametrize("phase", phases.OPEN)
+def test_k2_what_was_deleted_waits_for_no_tombstone_for_ever_unless_it_may_still_be_published(phase: Any) -> None:
+    publishing = replace(CALM, open_id="id")
+    given_up, resolved = replace(publishing, given_up=True), CALM
+    for situation, before in ((given_up, queue.Hold), (resolved, queue.Resolve)):
+        assert queue.hinders(situation, last=False, unwanted=True)
+        assert isinstance(queue.next_move(phase, "id", 59.0, situation, unwanted=True), before)
+        assert isinstance(queue.next_move(phase, "id", 61.0, situation, unwanted=True), queue.Fail)
+        assert isinstance(queue.next_move(phase, "id", 1e6, situation), before), "somebody wants to know"
+    assert isinstance(queue.next_move(phase, "id", 1e6, publishing, unwanted=True), queue.Hold)
+    elsewhere = replace(given_up, elsewhere=True)
+    assert not queue.hinders(elsewhere, last=False, unwanted=True)
+
+
 def test_a_cell_that_is_not_in_service_is_waited_for_while_others_are_at_work() -> None:
     """In a stack of one cell for as long as it takes; where all other cells are done, not for ever."""
     down = replace(CALM, stage=Stage.REPLACING, free=False)
