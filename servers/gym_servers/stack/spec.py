@@ -177,8 +177,9 @@ class S3Spec(WireModel):
 
     bucket: Annotated[
         str,
-        StringConstraints(max_length=63),
+        StringConstraints(max_length=1024),  # with its prefix, by mistake, so that the refusal says what to do
         matches(r"^[a-z0-9][-a-z0-9.]*[a-z0-9]$", "write the bucket's name alone; what follows it goes into prefix"),
+        matches(r"^.{0,63}$", "a bucket's name has at most 63 characters"),
     ]
     """Name of the bucket, without a prefix."""
     prefix: Annotated[

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -120,14 +121,28 @@ def test_refusals_say_what_to_write(spec_document: dict[str, Any], change: Chang
         parse_spec(spec_document)
 
 
-@pytest.mark.parametrize("bucket", ["bucket/", "bucket/team/run", "/bucket", "s3://bucket", "Bucket/x"])
+@pytest.mark.parametrize(
+    "bucket", ["bucket/", "bucket/team/run", "/bucket", "s3://bucket", "Bucket/x", "bucket/" + "run/" * 100]
+)
 def test_s5_a_bucket_with_a_slash_is_refused_with_the_fix(spec_document: dict[str, Any], bucket: str) -> None:
     spec_document["checkpoints"]["storage"]["s3"]["bucket"] = bucket
     with pytest.raises(SpecError, match="write the bucket's name alone; what follows it goes into prefix"):
         parse_spec(spec_document)
     crd = structural_schema(StackSpec)["properties"]["checkpoints"]["properties"]["storage"]["properties"]["s3"]
-    (rule,) = crd["properties"]["bucket"]["x-kubernetes-validations"]
+    field = crd["properties"]["bucket"]
+    assert len(bucket) <= field["maxLength"], "a text that is too long is refused before any rule can say why"
+    rule = field["x-kubernetes-validations"][0]
     assert rule["message"] == "write the bucket's name alone; what follows it goes into prefix"
+    (pattern,) = re.findall(r"^self\.matches\(r'(.*)'\)$", rule["rule"])
+    assert not re.search(pattern, bucket) and re.search(pattern, "bucket")
+
+
+def test_a_bucket_s_name_has_a_length(spec_document: dict[str, Any]) -> None:
+    spec_document["checkpoints"]["storage"]["s3"]["bucket"] = "b" * 63
+    assert parse_spec(spec_document).s3
+    spec_document["checkpoints"]["storage"]["s3"]["bucket"] = "b" * 64
+    with pytest.raises(SpecError, match="a bucket's name has at most 63 characters"):
+        parse_spec(spec_document)
 
 
 def test_encryption_and_authorities_reach_the_settings(spec_document: dict[str, Any]) -> None:
