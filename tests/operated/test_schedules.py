@@ -131,6 +131,32 @@ async def test_k5_a_name_that_is_taken_is_a_condition_and_the_next_time_is_kept(
         assert [body["metadata"]["name"] for body in made(rig)] == [taken, status(rig)["lastCheckpoint"]]
 
 
+@pytest.mark.parametrize("own", [True, False])
+async def test_k5_what_exists_already_is_its_own_by_the_uid_of_its_schedule(tmp_path: Path, own: bool) -> None:
+    """Made since it was looked for: by another operator, or for a schedule before this one that had its name."""
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        await running(rig)
+        schedule(rig)
+        uid = rig.kube.objects[SCHEDULES, IDENTITY.namespace, "often"]["metadata"]["uid"] if own else "of-another"
+        there: list[Body] = []
+
+        def come_before(verb: str, resource: Any, name: str) -> None:
+            if (verb, resource) == ("create", CHECKPOINTS) and not there:
+                labels = {names.SCHEDULE_LABEL: "often", names.SCHEDULE_UID_LABEL: uid}
+                body = {"metadata": {"name": name, "labels": labels}, "spec": {"stackRef": {"name": IDENTITY.name}}}
+                there.append(rig.kube.put(CHECKPOINTS, IDENTITY.namespace, body))
+
+        rig.kube.before_write = come_before
+        await rig.until(lambda: there and status(rig).get("lastCheckpoint" if own else "lastSkipped"), "dealt with")
+        assert [body["metadata"]["uid"] for body in made(rig)] == [there[0]["metadata"]["uid"]]
+        if own:
+            assert status(rig)["lastCheckpoint"] == there[0]["metadata"]["name"]
+            assert ready(rig)["status"] == "True"
+        else:
+            assert (ready(rig)["status"], ready(rig)["reason"]) == ("False", "NameConflict")
+        await rig.until(lambda: len(made(rig)) == 2, "the next time is kept")
+
+
 async def test_k6_what_would_overlap_is_skipped(tmp_path: Path) -> None:
     async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
         rig.pods_may_start = False
