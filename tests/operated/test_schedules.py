@@ -202,13 +202,16 @@ async def test_k7_editing_or_deleting_a_schedule_leaves_its_checkpoints(tmp_path
         await running(rig)
         schedule(rig)
         await rig.until(lambda: made(rig) and rig.final(made(rig)[0]["metadata"]["name"]), "one")
-        change(rig, every=None, schedule="0 0 1 1 *")
+        await asyncio.sleep(5)
+        before = made(rig)
+        template = {"spec": {"stackRef": {"name": "another"}, "deletionPolicy": "Delete", "ttl": "1s"}}
+        change(rig, every=None, schedule="0 0 1 1 *", template=template, suspend=True)
         await rig.until(lambda: status(rig)["observedGeneration"] == 2, "seen")
         await asyncio.sleep(60)
-        assert len(made(rig)) == 1
+        assert made(rig) == before, "no field of it is another"
         rig.kube.remove(SCHEDULES, IDENTITY.namespace, "often")
         await asyncio.sleep(60)
-        assert len(made(rig)) == 1
+        assert made(rig) == before
         schedule(rig)  # under its name, and another one
         await rig.until(lambda: len(made(rig)) == 2, "its own")
 

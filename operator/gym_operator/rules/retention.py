@@ -5,6 +5,7 @@ Whatever the limits say, some stay: what a stack would continue from, and what s
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,10 +54,19 @@ def needs_of(stack: Mapping[str, Any]) -> Needs:
 
 
 def surplus(entries: Iterable[Entry], keep: Keep, now: float) -> list[Entry]:
-    """The finished checkpoints of one schedule that it does not keep: beyond the newest ones, or too old."""
-    newest_first = sorted(
-        (each for each in entries if each.final and not each.deleting), key=_age_order, reverse=True
-    )
+    """The finished checkpoints of one schedule that it does not keep: beyond the newest ones of a stack, or too old.
+
+    Each stack counts by itself: a schedule that is turned to another one goes on to keep what it took before.
+    """
+    of_stack: defaultdict[str, list[Entry]] = defaultdict(list)
+    for each in entries:
+        if each.final and not each.deleting:
+            of_stack[each.stack].append(each)
+    return [gone for taken in of_stack.values() for gone in _surplus_of(taken, keep, now)]
+
+
+def _surplus_of(entries: Iterable[Entry], keep: Keep, now: float) -> list[Entry]:
+    newest_first = sorted(entries, key=_age_order, reverse=True)
     good = [each for each in newest_first if each.phase == "Succeeded"]
     bad = [each for each in newest_first if each.phase == "Failed"]
     gone = [*good[keep.last :], *bad[keep.failed :]]

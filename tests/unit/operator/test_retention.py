@@ -103,6 +103,18 @@ def test_the_newest_ones_are_kept() -> None:
     assert rules.surplus([*good, *bad], Keep(), NOW) == [entry(11, "Failed", age=89.0), entry(10, "Failed", age=90.0)]
 
 
+def test_k7_a_schedule_that_is_turned_to_another_stack_keeps_what_it_took_before() -> None:
+    before = [entry(n, age=100.0 - n) for n in range(4)]
+    since = [entry(n, age=100.0 - n, stack="another") for n in range(4, 9)]
+    failed = [entry(n, "Failed", age=100.0 - n, stack="another") for n in range(10, 13)]
+    keep = Keep(last=3, failed=1)
+    assert uids(rules.surplus([*failed, *since, *before], keep, NOW)) == {
+        "uid-0",
+        *(f"uid-{n}" for n in (4, 5)),
+        *(f"uid-{n}" for n in (10, 11)),
+    }
+
+
 def test_those_that_are_too_old_go() -> None:
     found = [entry(1, age=7200), entry(2, age=3599), entry(3, "Failed", age=3600)]
     assert uids(rules.surplus(found, Keep(max_age="1h"), NOW)) == {"uid-1", "uid-3"}
