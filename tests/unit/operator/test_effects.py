@@ -15,6 +15,8 @@ import pytest
 from gym_operator.api import names
 from gym_operator.api.checkpoint import CheckpointStatus
 from gym_operator.api.conditions import ConditionReason
+from gym_operator.api.restore import RestoreStatus
+from gym_operator.api.schedule import ScheduleStatus
 from gym_operator.api.stack import StackStatus
 from gym_operator.effects import storage as storage_module
 from gym_operator.effects.accesses import Accesses
@@ -40,7 +42,14 @@ from gym_operator.effects.kube import (
 from gym_operator.effects.kube_host import KubeCellHost
 from gym_operator.effects.services import Services
 from gym_operator.effects.stack_pods import StackPods
-from gym_operator.effects.status_writers import CheckpointWriter, Gone, StackWriter, Superseded
+from gym_operator.effects.status_writers import (
+    CheckpointWriter,
+    Gone,
+    RestoreWriter,
+    ScheduleWriter,
+    StackWriter,
+    Superseded,
+)
 from gym_operator.effects.storage import StackStorage
 from gym_operator.effects.transport import PodTransport
 from gym_operator.effects.worker import StackWorker
@@ -176,16 +185,31 @@ async def test_a_stack_made_again_is_not_ours(kube: FakeKube) -> None:
         await writer.load()
 
 
-async def test_a_checkpoint_is_written_by_one_only(kube: FakeKube) -> None:
-    body = kube.put(CHECKPOINTS, NS, {"metadata": {"name": "one"}, "spec": {}})
-    ours, theirs = (CheckpointWriter(kube, body) for _ in range(2))
-    await theirs.write(lambda _: CheckpointStatus(phase="Preparing"))
-    with pytest.raises(Superseded):
-        await ours.write(lambda _: CheckpointStatus(phase="Failed"))
+@pytest.mark.parametrize(
+    ("writer", "first", "second"),
+    [
+        (CheckpointWriter, CheckpointStatus(phase="Preparing"), CheckpointStatus(phase="Failed")),
+        (ScheduleWriter, ScheduleStatus(last_checkpoint="one-1"), ScheduleStatus(phase="Suspended")),
+        (RestoreWriter, RestoreStatus(phase="Restoring"), RestoreStatus(phase="Failed")),
+    ],
+)
+async def test_k13_a_status_is_written_by_one_only(kube: FakeKube, writer: Any, first: Any, second: Any) -> None:
+    """What somebody else has written stands; what people write of the object meanwhile is no conflict."""
+    body = kube.put(writer.resource, NS, {"metadata": {"name": "one"}, "spec": {}})
+    ours, theirs = (writer(kube, body) for _ in range(2))
+    metadata = {**kube.objects[writer.resource, NS, "one"]["metadata"], "labels": {"by": "hand"}}
+    kube.set(writer.resource, NS, "one", spec={"suspend": True}, metadata=metadata)
+    await theirs.write(lambda _: first)
+    for _ in range(2):
+        with pytest.raises(Superseded):
+            await ours.write(lambda _: second)
+    found = kube.objects[writer.resource, NS, "one"]
+    assert found["status"] == first.document()
+    assert (found["spec"], found["metadata"]["labels"]) == ({"suspend": True}, {"by": "hand"})
     await ours.write(lambda status: status)  # nothing to write
-    kube.remove(CHECKPOINTS, NS, "one")
+    kube.remove(writer.resource, NS, "one")
     with pytest.raises(Gone):
-        await theirs.write(lambda _: CheckpointStatus(phase="Committing"))
+        await theirs.write(lambda _: second)
 
 
 async def test_k13_two_cells_write_their_parts_at_the_same_time_and_none_is_lost(kube: FakeKube) -> None:
