@@ -35,7 +35,7 @@ from gym_servers.storage.locate import open_store
 from gym_servers.storage.manifest import CodeIdentity, Manifest, Member, PackEntry, Publication, RecordEntry
 from gym_servers.storage.ownership import Owner, check_deletable, claim, owner_of
 from gym_servers.storage.packs import pack_records, write_records
-from gym_servers.storage.s3_access import CREDENTIALS_FOLDER
+from gym_servers.storage.s3_access import CA_FILE, CREDENTIALS_FOLDER
 from gym_servers.storage.store import ObjectConflict, ObjectStore, StorageError, StorageProblem
 
 NS = "team"
@@ -355,6 +355,37 @@ async def test_s4_an_own_authority_is_trusted_by_its_secret_and_rotated_without_
         assert (await stack.found()).reason is StorageProblem.CERTIFICATE_REFUSED, (
             "what was taken out is not trusted any more"
         )
+
+
+async def test_s4_a_server_trusts_the_mounted_authority_and_a_store_that_is_open_follows_its_rotation(
+    s3: SeaweedFS, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the servers of a stack do it, whose own settings say nothing of it: the pod mounts the Secret's file."""
+    old, certificate = authority(tmp_path / "old")
+    young, next_certificate = authority(tmp_path / "young")
+    for name, value in keys(s3.credentials).items():
+        (tmp_path / name).write_text(value)
+    mounted = tmp_path / "ca.crt"
+    monkeypatch.setenv(CREDENTIALS_FOLDER, str(tmp_path))
+    monkeypatch.setattr(s3_access, "LOOK_SECONDS", 0.0)
+    with FaultyS3(s3.endpoint, certificate) as faulty:
+        reach = S3Settings(bucket="gym", endpoint=faulty.endpoint, addressing_style="path")
+
+        async def refused(store: ObjectStore) -> bool:
+            with pytest.raises(StorageError) as found:
+                await asyncio.to_thread(store.create, "no", b"no")
+            return found.value.problem is StorageProblem.CERTIFICATE_REFUSED
+
+        assert await refused(await asyncio.to_thread(open_store, f"s3://gym/{prefix}", reach))
+        mounted.write_text(old)
+        monkeypatch.setenv(CA_FILE, str(mounted))
+        store = await asyncio.to_thread(open_store, f"s3://gym/{prefix}", reach)
+        await asyncio.to_thread(store.create, "one", b"1")
+        faulty.trust(next_certificate)
+        faulty.hang_up()
+        assert await refused(store)
+        mounted.write_text(young)
+        await asyncio.to_thread(store.create, "two", b"2")
 
 
 # ---- S6, S7 -------------------------------------------------------------------------------------------------

@@ -269,3 +269,6 @@ def test_a_process_finds_its_access_by_its_environment(tmp_path: Path, monkeypat
     put(tmp_path, "a", "b")
     monkeypatch.setenv(CREDENTIALS_FOLDER, str(tmp_path))
     assert access_of_process().current().credentials == S3Credentials("a", "b")
+    (tmp_path / "ca.crt").write_text("authorities")
+    monkeypatch.setenv(CA_FILE, str(tmp_path / "ca.crt"))
+    assert access_of_process().current().ca == "authorities"
