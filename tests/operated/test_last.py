@@ -88,7 +88,7 @@ async def test_after_a_restore_of_an_older_one_it_is_that(tmp_path: Path, cells:
         await taken(rig, "third")
 
 
-async def test_restore_of_a_corrupted_newest_checkpoint_falls_back_to_the_one_before_and_says_so(
+async def test_k12_restore_of_a_corrupted_newest_checkpoint_falls_back_to_the_one_before_and_says_so(
     tmp_path: Path,
 ) -> None:
     async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
