@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from gym_operator.effects.kube import CHECKPOINTS, PODS
+from gym_operator.api.restore import RESTORE_TERMINAL
+from gym_operator.effects.kube import CHECKPOINTS, PODS, RESTORES
 from gym_rig.operated import OperatedRig, operated
 from gym_rig.writes import at_any_write
 from gym_servers.engine.rows import counter_rows
@@ -75,6 +76,31 @@ async def test_the_status_says_what_continues_and_gives_back_what_was_handed_ove
         }
         answers = await asyncio.gather(*(run(rig, rollout, 1) for rollout in ("x", "y", "z", "late")))
         assert [answer["result"]["reward"] for answer in answers] == [1.0] * 4
+
+
+async def test_k11_a_checkpoint_of_an_idle_stack_restores_to_an_idle_stack(tmp_path: Path) -> None:
+    async with operated(tmp_path, counter_rows(1, 1), rate=5, collection=None) as rig:
+        await rig.until(rig.in_service, "in service")
+        rig.checkpoint("empty")
+        await rig.until(lambda: rig.final("empty"), "final")
+        taken = rig.status(CHECKPOINTS, "empty")
+        assert (taken["phase"], taken["episodes"]) == ("Succeeded", 0)
+        running = asyncio.create_task(run(rig, "x"))
+        await rig.until(lambda: rig.cell.effects() >= 1, "a tool was called")
+        spec = {"stackRef": {"name": "rig"}, "checkpointRef": {"name": "empty"}}
+        rig.kube.put(RESTORES, "local", {"metadata": {"name": "back"}, "spec": spec})
+        await rig.until(lambda: rig.status(RESTORES, "back").get("phase") in RESTORE_TERMINAL, "final")
+        restored = rig.status(RESTORES, "back")
+        assert (restored["phase"], restored["continuedCount"]) == ("Succeeded", 0), restored
+        assert restored["checkpoint"]["id"] == taken["checkpointID"]
+        assert (continuation(rig)["continuedCount"], continuation(rig)["startedOverCount"]) == (0, 0)
+        assert rig.in_service(1)
+        (gone,) = await asyncio.gather(running, return_exceptions=True)
+        assert isinstance(gone, Exception), "nothing of what ran goes on"
+        before = rig.cell.effects()
+        answers = await asyncio.gather(run(rig, "x", 1), run(rig, "y", 1))
+        assert [answer["result"]["reward"] for answer in answers] == [1.0] * 2
+        assert rig.cell.effects() > before + 1
 
 
 async def test_while_a_recovery_goes_on_nothing_is_said_of_the_one_before(tmp_path: Path) -> None:
