@@ -155,12 +155,12 @@ async def test_k8_k18_a_stack_made_again_under_its_name_is_restored_from_the_one
         await to_the_end(rig)
 
 
-async def test_k9_a_checkpoint_that_is_not_complete_is_waited_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("source", [{"checkpointRef": {"name": "coming"}}, {"labels": {"step": "1"}}])
+async def test_k9_a_checkpoint_that_is_not_complete_is_waited_for(tmp_path: Path, source: dict[str, Any]) -> None:
     async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
         rig.pods_may_start = False
-        rig.checkpoint("coming")
-        restore(rig, checkpointRef={"name": "coming"})
-        restore(rig, "by-label", labels={"step": "1"})
+        rig.checkpoint("coming", labels={"step": "1"})
+        restore(rig, **source)
         await rig.until(lambda: rig.status(RESTORES, "back").get("reason") == "CheckpointNotReady", "it waits")
         await asyncio.sleep(200)
         assert rig.status(RESTORES, "back")["phase"] == "Pending"
