@@ -169,6 +169,41 @@ async def test_k9_a_checkpoint_that_is_not_complete_is_waited_for(tmp_path: Path
         assert status["checkpoint"]["id"] == rig.status(CHECKPOINTS, "coming")["checkpointID"]
 
 
+async def test_k9_k10_one_whose_checkpoint_never_comes_is_not_waited_for(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        first = await taken(rig, "first")
+        rig.kill_operator()  # so that nothing of it begins
+        rig.checkpoint("coming")
+        restore(rig, "a", checkpointRef={"name": "coming"})
+        restore(rig, "b", checkpointRef={"name": "first"})
+        told = rig.kube.before_write
+
+        def end_it(verb: str, resource: Any, name: str) -> None:
+            if (verb, resource, name) == ("status", RESTORES, "a"):
+                rig.kube.before_write = told
+                rig.kube.let_go(CHECKPOINTS, IDENTITY.namespace, "coming")
+
+        rig.kube.before_write = end_it
+        rig.start_operator()
+        assert (await final(rig, "a", "Failed"))["reason"] == "CheckpointNotFound"
+        await final(rig, "b", "Succeeded")
+        assert sources(rig) == [first["checkpointID"]]
+
+
+async def test_k10_one_that_is_deleted_while_it_waits_blocks_nobody(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        first = await taken(rig, "first")
+        began = now()
+        restore(rig, "a", checkpointRef={"name": "nobody"})
+        restore(rig, "b", checkpointRef={"name": "first"})
+        await rig.until(lambda: rig.status(RESTORES, "a").get("reason") == "CheckpointNotFound", "it waits")
+        assert not rig.status(RESTORES, "b").get("phase")
+        rig.kube.let_go(RESTORES, IDENTITY.namespace, "a")
+        await final(rig, "b", "Succeeded")
+        assert now() - began < 60, "sooner than the first would have been given up"
+        assert sources(rig) == [first["checkpointID"]]
+
+
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
