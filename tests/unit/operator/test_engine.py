@@ -176,6 +176,23 @@ def test_cuts_at_the_engine_share_storage_and_token(context: Build, spec_documen
     assert VllmConfig.model_validate(policy_config(stack)).cut_at_engine
 
 
+def test_s4_an_engine_that_stages_in_the_bucket_trusts_its_authority(
+    context: Build, spec_document: dict[str, Any]
+) -> None:
+    reach = {"endpoint": "https://minio:9000", "region": "RegionOne", "caSecret": "minio-ca"}
+    spec_document["checkpoints"]["storage"]["s3"].update(reach)
+    found = by_name(build_children(context(with_vllm(spec_document, cutAtEngine=True))), "demo-vllm")
+    env = {entry["name"]: entry["value"] for entry in container(found)["env"]}
+    settings = S3Settings.model_validate_json(env["GYM_CUT_S3"])
+    assert (settings.endpoint, settings.region) == ("https://minio:9000", "RegionOne")
+    (mount,) = [each for each in container(found)["volumeMounts"] if each["name"] == "s3-authorities"]
+    assert env["GYM_S3_CA_FILE"] == f"{mount['mountPath']}/ca.crt"
+    assert mount["readOnly"] is True and "subPath" not in mount, "a subPath is never brought up to date"
+    volumes = found["Deployment"]["spec"]["template"]["spec"]["volumes"]
+    (volume,) = [each for each in volumes if each["name"] == "s3-authorities"]
+    assert volume["secret"]["secretName"] == "minio-ca"
+
+
 def test_an_engine_without_cuts_gets_no_secret(built: Callable[..., dict[str, Manifest]]) -> None:
     found = built()
     assert not [v for v in found["Deployment"]["spec"]["template"]["spec"]["volumes"] if "secret" in v]
