@@ -203,7 +203,7 @@ class S3Spec(WireModel):
     region: Annotated[
         str,
         StringConstraints(max_length=64),
-        matches(r"^[-a-z0-9]+$", "write a region's name, such as eu-west-1"),
+        matches(r"^[A-Za-z0-9]([-A-Za-z0-9]*[A-Za-z0-9])?$", "write a region's name, such as eu-west-1 or RegionOne"),
     ] = "us-east-1"
     """Region of the bucket."""
     addressing_style: Literal["path", "virtual", "auto"] = "auto"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gym_servers.stack.render import Ports, checkpoint_root, render_settings
-from gym_servers.stack.settings import ServerSettings, StackIdentity, load_settings
+from gym_servers.stack.settings import S3Settings, ServerSettings, StackIdentity, load_settings
 from gym_servers.stack.spec import StorageSpec, parse_spec
 
 
@@ -42,6 +42,21 @@ def test_what_is_written_arrives(identity: StackIdentity, spec_document: dict[st
     assert policy.collection is None
     assert driver.collection is not None
     assert (driver.collection.repeats, driver.collection.max_failures) == (3, 7)
+
+
+def test_s3_every_server_reaches_the_bucket_as_the_spec_says(
+    identity: StackIdentity, spec_document: dict[str, Any]
+) -> None:
+    for reach in ({"endpoint": "http://s3:9000", "region": "RegionOne", "addressingStyle": "virtual"}, {}):
+        spec_document["checkpoints"]["storage"]["s3"] = {"bucket": "bkt", "prefix": "a", **reach}
+        for settings in rendered(identity, spec_document).values():
+            assert settings.storage.s3 == S3Settings(
+                bucket="bkt",
+                prefix="a",
+                endpoint=reach.get("endpoint"),
+                region=reach.get("region", "us-east-1"),
+                addressing_style="virtual" if reach else "auto",
+            )
 
 
 def test_without_checkpoints_only_the_driver_knows_the_storage(

@@ -137,6 +137,20 @@ def test_s5_a_bucket_with_a_slash_is_refused_with_the_fix(spec_document: dict[st
     assert not re.search(pattern, bucket) and re.search(pattern, "bucket")
 
 
+@pytest.mark.parametrize("region", ["eu-west-1", "us-gov-east-1", "auto", "RegionOne", "GRA", "nl-ams", "1"])
+def test_s3_a_region_is_called_as_its_server_calls_it(spec_document: dict[str, Any], region: str) -> None:
+    spec_document["checkpoints"]["storage"]["s3"]["region"] = region
+    spec = parse_spec(spec_document).s3
+    assert spec is not None and s3_settings(spec).region == region
+
+
+@pytest.mark.parametrize("region", ["", "eu west", "eu_west", "-eu", "eu-", "eu.west"])
+def test_s3_what_no_request_can_be_signed_for_is_refused(spec_document: dict[str, Any], region: str) -> None:
+    spec_document["checkpoints"]["storage"]["s3"]["region"] = region
+    with pytest.raises(SpecError, match="write a region's name, such as eu-west-1 or RegionOne"):
+        parse_spec(spec_document)
+
+
 def test_a_bucket_s_name_has_a_length(spec_document: dict[str, Any]) -> None:
     spec_document["checkpoints"]["storage"]["s3"]["bucket"] = "b" * 63
     assert parse_spec(spec_document).s3

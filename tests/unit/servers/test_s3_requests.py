@@ -88,6 +88,7 @@ def test_s2_aws_is_told_the_checksum_of_what_it_stores(
         ({"region": "eu-west-1"}, "gym.s3.eu-west-1.amazonaws.com", "/team/a"),
         ({"addressing_style": "path", "region": "eu-west-1"}, "s3.eu-west-1.amazonaws.com", "/gym/team/a"),
         ({"endpoint": ENDPOINT}, "minio.storage", "/gym/team/a"),
+        ({"endpoint": ENDPOINT, "region": "RegionOne"}, "minio.storage", "/gym/team/a"),
         ({"endpoint": ENDPOINT, "addressing_style": "path"}, "minio.storage", "/gym/team/a"),
         ({"endpoint": ENDPOINT, "addressing_style": "virtual"}, "gym.minio.storage", "/team/a"),
     ],
