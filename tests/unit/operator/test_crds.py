@@ -66,7 +66,7 @@ class TestEveryKind:
                 for name, field in node.get("properties", {}).items():
                     assert field.get("description"), f"{kind.kind}.{part}: {name} has no description"
 
-    def test_has_a_status_that_says_not_looked_at(self, kind: crds.Kind) -> None:
+    def test_k14_has_a_status_that_says_not_looked_at(self, kind: crds.Kind) -> None:
         assert version(kind)["subresources"] == {"status": {}}
         status = version(kind)["schema"]["openAPIV3Schema"]["properties"]["status"]
         assert status["default"] == {"observedGeneration": -1}
