@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
 import aiohttp
 from kubernetes.aio.client import ApiClient, Configuration
-from kubernetes.aio.config import load_kube_config
+from kubernetes.aio.config import list_kube_config_contexts, load_kube_config
 from kubernetes.aio.config.config_exception import ConfigException
 from kubernetes.aio.config.incluster_config import SERVICE_HOST_ENV_NAME, load_incluster_config
+from yaml import YAMLError
 
 from gym_operator.api import names
 
@@ -29,6 +32,8 @@ PAGE: Final = 250
 """Objects in one answer to a list: of thousands, not all are held in memory at once."""
 CHANGES_SECONDS: Final = 1
 """How long the API server goes on telling what happened: the shortest there is, since it is asked for the past."""
+POD_NAMESPACE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+"""Where a pod reads which namespace it is in."""
 
 Body = dict[str, Any]
 
@@ -226,28 +231,59 @@ class ApiKube:
         return data
 
 
-async def connect(kubeconfig: str | None, refused: Callable[[str, int], None] = lambda verb, status: None) -> ApiKube:
+async def connect(
+    kubeconfig: str | None,
+    refused: Callable[[str, int], None] = lambda verb, status: None,
+    *,
+    context: str | None = None,
+) -> ApiKube:
     """A client for the cluster this runs in, or for the one a kubeconfig names. Raises KubeConfigError."""
-    return ApiKube(ApiClient(await load_configuration(kubeconfig)), refused)
+    return ApiKube(ApiClient(await load_configuration(kubeconfig, context)), refused)
 
 
-async def load_configuration(kubeconfig: str | None) -> Configuration:
+async def load_configuration(kubeconfig: str | None, context: str | None = None) -> Configuration:
     """Address and credentials: from `kubeconfig` if given, else of the pod's service account, else of the user.
+    `context` is one of the kubeconfig's, by default the one that it names as current.
 
     Raises KubeConfigError.
     """
 
     configuration = Configuration()
-    try:
-        if kubeconfig is None and SERVICE_HOST_ENV_NAME in os.environ:
+    with _configuring():
+        if _is_inside(kubeconfig, context):
             load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
         else:
             await load_kube_config(  # type: ignore[no-untyped-call]
-                config_file=kubeconfig, client_configuration=configuration
+                config_file=kubeconfig, context=context, client_configuration=configuration
             )
-    except (ConfigException, OSError) as error:
-        raise KubeConfigError(f"no cluster is configured: {error}; give --kubeconfig or set KUBECONFIG") from error
     return configuration
+
+
+def namespace_of(kubeconfig: str | None, context: str | None) -> str:
+    """The namespace that goes with these credentials: of the pod, or of the kubeconfig's context.
+
+    Raises KubeConfigError.
+    """
+    with _configuring():
+        if _is_inside(kubeconfig, context):
+            return POD_NAMESPACE.read_text().strip()
+        contexts, current = list_kube_config_contexts(kubeconfig)  # type: ignore[no-untyped-call]
+    chosen = next((each for each in contexts if each["name"] == context), current)
+    return str(chosen["context"].get("namespace") or "default")
+
+
+def _is_inside(kubeconfig: str | None, context: str | None) -> bool:
+    """Whether the pod's own service account is meant."""
+    return kubeconfig is None and context is None and SERVICE_HOST_ENV_NAME in os.environ
+
+
+@contextmanager
+def _configuring() -> Iterator[None]:
+    try:
+        yield
+    except (ConfigException, OSError, YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise KubeConfigError(f"no cluster is configured: {reason}; give --kubeconfig or set KUBECONFIG") from error
 
 
 def _changes(lines: bytes, since: int) -> Changes:

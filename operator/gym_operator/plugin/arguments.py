@@ -1,0 +1,51 @@
+"""The command line: which verbs there are, and what they are told. Verbs are loaded when they are called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gym_operator.plugin.run import in_cluster
+from gym_operator.plugin.screen import Output
+
+cli = typer.Typer(
+    name="kubectl gym",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Stack = Annotated[str, typer.Argument(metavar="STACK", help="Name of the GymStack.")]
+Namespace = Annotated[
+    str | None, typer.Option("--namespace", "-n", help="Namespace; that of the context, if not given.")
+]
+Context = Annotated[str | None, typer.Option(help="Context of the kubeconfig; its current one, if not given.")]
+Kubeconfig = Annotated[
+    Path | None, typer.Option(envvar="KUBECONFIG", help="Kubeconfig; ~/.kube/config, if not given.")
+]
+Show = Annotated[Output, typer.Option("--output", "-o", help="How it is printed.")]
+
+
+@cli.callback()
+def commands() -> None:
+    """Looks at stacks of Gym servers and their checkpoints, and asks for checkpoints and restores."""
+
+
+@cli.command()
+def status(
+    stack: Stack,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it again whenever it changes.")] = False,
+    output: Show = Output.TABLE,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Show a stack: its cells, their attempts, what they would continue from, and what holds checkpoints up."""
+    from gym_operator.plugin.verbs.status import status as verb
+
+    in_cluster(
+        kubeconfig, context, namespace, lambda cluster, screen: verb(cluster, screen, stack, output, watch=watch)
+    )

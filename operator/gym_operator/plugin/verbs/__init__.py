@@ -1,0 +1,1 @@
+"""The verbs, one a module: each asks, waits where it is told to, and shows."""

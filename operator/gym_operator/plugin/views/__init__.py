@@ -1,0 +1,1 @@
+"""Pure: what is shown of objects, and which objects are made."""

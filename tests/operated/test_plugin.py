@@ -1,0 +1,132 @@
+"""The verbs of `kubectl gym` against a stack with an operator at work."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from gym_operator.effects.kube import CHECKPOINTS, STACKS, Kube, KubeError, Resource
+from gym_operator.plugin.cluster import Cluster
+from gym_operator.plugin.exits import OutOfReach, PluginError, Unusable
+from gym_operator.plugin.screen import Output, Screen
+from gym_operator.plugin.verbs.status import status
+from gym_rig.cell import IDENTITY
+from gym_rig.operated import OperatedRig, operated
+from gym_rig.virtual import now
+from gym_servers.engine.rows import counter_rows
+
+ROWS = 6
+SLOWLY = 5.0
+STACK = IDENTITY.name
+
+
+def rows() -> Any:
+    return counter_rows(ROWS, 1)
+
+
+def cluster_of(rig: OperatedRig, namespace: str = IDENTITY.namespace) -> Cluster:
+    return Cluster(cast("Kube", rig.kube), namespace, now)
+
+
+class Page(Screen):
+    """A screen whose text can be read."""
+
+    def __init__(self) -> None:
+        self.out, self.err = io.StringIO(), io.StringIO()
+        super().__init__(self.out, self.err)
+
+    @property
+    def lines(self) -> list[list[str]]:
+        return [line.split() for line in self.out.getvalue().splitlines()]
+
+    @property
+    def told(self) -> str:
+        return self.err.getvalue()
+
+
+async def at_work(rig: OperatedRig) -> None:
+    await rig.until(rig.all_in_service, "in service")
+    await rig.until(lambda: rig.cell.effects() >= 2, "tools were called")
+
+
+async def taken(rig: OperatedRig, name: str, **spec: Any) -> dict[str, Any]:
+    rig.checkpoint(name, **spec)
+    await rig.until(lambda: rig.final(name), f"{name} is final")
+    status = rig.status(CHECKPOINTS, name)
+    assert status["phase"] == "Succeeded", status
+    return status
+
+
+# ---- status -----------------------------------------------------------------------------------------------
+
+
+async def test_status_shows_cells_participants_attempts_and_the_last_checkpoint(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY, cells=2) as rig:
+        await at_work(rig)
+        await taken(rig, "one")
+        await rig.until(lambda: "lastCheckpoint" in rig.status(), "it is told")
+        page = Page()
+        await status(cluster_of(rig), page, STACK, Output.WIDE, watch=False)
+        assert page.lines[1][:4] == ["rig", "Running", "0", "2/2"]
+        assert "one" in page.lines[1]
+        assert ["0", "Running", "0", "5", "idle"] in [line[:5] for line in page.lines]
+        assert ["1", "env-1", "environment"] not in page.lines
+        assert ["1", "agent", "agent", "idle", "rig-agent-1"] in [line[:5] for line in page.lines]
+        document = Page()
+        await status(cluster_of(rig), document, STACK, Output.JSON, watch=False)
+        told = json.loads(document.out.getvalue())
+        assert (told["name"], told["lastCheckpoint"]["name"], len(told["cells"])) == ("rig", "one", 2)
+
+
+async def test_a_watch_shows_what_changes_and_ends_with_the_stack(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        await at_work(rig)
+        page = Page()
+        watch = asyncio.create_task(status(cluster_of(rig), page, STACK, Output.TABLE, watch=True))
+        rig.checkpoint("held", timeouts={"prepare": "never"})
+        await rig.until(lambda: "held" in page.out.getvalue(), "the checkpoint is shown")
+        rig.kube.remove(CHECKPOINTS, IDENTITY.namespace, "held")
+        shown = len(page.out.getvalue())
+        await rig.until(lambda: len(page.out.getvalue()) > shown, "and what comes of it")
+        assert "held" not in page.out.getvalue()[shown:]
+        rig.kube.remove(STACKS, IDENTITY.namespace, STACK)
+        with pytest.raises(Unusable, match="no GymStack rig"):
+            await watch
+
+
+# ---- what goes wrong ----------------------------------------------------------------------------------------
+
+
+async def test_a_name_that_is_not_there_brings_those_that_are(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows()) as rig:
+        with pytest.raises(Unusable, match=r"no GymStack rigg in namespace local: there are rig$"):
+            await cluster_of(rig).stack("rigg")
+        with pytest.raises(Unusable, match=r"no GymStack rig in namespace elsewhere: there is none; .* with -n"):
+            await cluster_of(rig, "elsewhere").stack("rig")
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (403, "you may not get gymstacks.gymops.dev in namespace local: ask for that right"),
+        (401, "log in again"),
+        (0, "the API server does not answer: .*--context"),
+    ],
+)
+async def test_what_is_missing_is_said_in_one_line(tmp_path: Path, answer: int, says: str) -> None:
+    async with operated(tmp_path, rows()) as rig:
+        rig.kill_operator()
+
+        def refused(verb: str, resource: Resource, name: str) -> bool:
+            text = "the API server does not answer: TimeoutError" if answer == 0 else f"refused ({answer})"
+            raise KubeError(answer, text)
+
+        rig.kube.permitted = refused
+        with pytest.raises(OutOfReach, match=says) as failed:
+            await cluster_of(rig).stack(STACK)
+        assert isinstance(failed.value, PluginError) and "\n" not in str(failed.value)
