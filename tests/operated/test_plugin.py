@@ -12,13 +12,17 @@ import pytest
 
 from gym_operator.effects.kube import CHECKPOINTS, STACKS, Kube, KubeError, Resource
 from gym_operator.plugin.cluster import Cluster
-from gym_operator.plugin.exits import OutOfReach, PluginError, Unusable
+from gym_operator.plugin.exits import NotDone, OutOfReach, PluginError, TookTooLong, Unusable
 from gym_operator.plugin.screen import Output, Screen
+from gym_operator.plugin.verbs.checkpoint import checkpoint
+from gym_operator.plugin.verbs.checkpoints import checkpoints
 from gym_operator.plugin.verbs.status import status
 from gym_rig.cell import IDENTITY
 from gym_rig.operated import OperatedRig, operated
 from gym_rig.virtual import now
 from gym_servers.engine.rows import counter_rows
+from gym_servers.participants.base import Survey
+from gym_servers.protocol.messages import Blocker
 
 ROWS = 6
 SLOWLY = 5.0
@@ -97,6 +101,110 @@ async def test_a_watch_shows_what_changes_and_ends_with_the_stack(tmp_path: Path
         rig.kube.remove(STACKS, IDENTITY.namespace, STACK)
         with pytest.raises(Unusable, match="no GymStack rig"):
             await watch
+
+
+# ---- checkpoint, checkpoints ----------------------------------------------------------------------------------
+
+
+async def take(rig: OperatedRig, page: Page, **wanted: Any) -> None:
+    asked: dict[str, Any] = {"name": "one", "labels": [], "stop_after": False, "wait": 300.0, **wanted}
+    await checkpoint(cluster_of(rig), page, STACK, **asked)
+
+
+async def test_a_checkpoint_is_taken_and_waited_for(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        await at_work(rig)
+        page = Page()
+        await take(rig, page, labels=["step=7"])
+        assert rig.status(CHECKPOINTS, "one")["phase"] == "Succeeded"
+        created, done = page.out.getvalue().splitlines()
+        assert created == "gymcheckpoint.gymops.dev/one created"
+        assert done.startswith(f"checkpoint one succeeded: {rig.status(CHECKPOINTS, 'one')['episodes']} rollouts")
+        assert page.told, "and how far it was, beside"
+        shown = Page()
+        await checkpoints(cluster_of(rig), shown, STACK, Output.TABLE)
+        assert [line[:2] for line in shown.lines[1:]] == [["one", "Succeeded"]]
+        assert shown.lines[1][-1] == "step=7"
+
+
+async def test_a_name_is_made_where_none_is_given_and_one_that_is_taken_is_told(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows()) as rig:
+        page = Page()
+        await take(rig, page, name=None, wait=None)
+        made = page.out.getvalue().split()[0].rpartition("/")[2]
+        assert (CHECKPOINTS, IDENTITY.namespace, made) in rig.kube.objects
+        assert made.startswith("rig-1970")
+        with pytest.raises(Unusable, match=f"GymCheckpoint {made} exists already: give another name with --name"):
+            await take(rig, page, name=made, wait=None)
+
+
+async def test_a_checkpoint_that_fails_is_told_with_what_held_it_up(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        await at_work(rig)
+        agent = rig.cell.processes_by_name["agent"].server.participant
+        agent.survey = lambda: Survey([Blocker(id="7-0", where="verify", age_seconds=3)])  # type: ignore[method-assign]
+        page = Page()
+        with pytest.raises(NotDone, match="checkpoint one failed: PrepareTimeout: agent was not ready"):
+            await take(rig, page)
+        assert "7-0" in page.told.splitlines()[-1]
+
+
+async def test_waiting_ends_in_time_and_the_checkpoint_goes_on(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        rig.pods_may_start = False
+        with pytest.raises(TookTooLong, match="goes on"):
+            await take(rig, Page(), wait=5.0)
+        rig.pods_may_start = True
+        await rig.until(lambda: rig.final("one"), "taken all the same")
+
+
+async def test_an_api_server_that_is_away_is_waited_for(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        await at_work(rig)
+        page = Page()
+        waiting = asyncio.create_task(take(rig, page))
+        await rig.until(lambda: "one" in page.told, "it waits")
+        rig.kube.dead = True
+        await rig.until(lambda: "does not answer" in page.told, "it is away")
+        rig.kube.dead = False
+        await waiting
+        assert page.lines[-1][:3] == ["checkpoint", "one", "succeeded:"]
+
+
+async def test_one_that_is_deleted_meanwhile_is_not_waited_for(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        rig.pods_may_start = False
+        page = Page()
+        waiting = asyncio.create_task(take(rig, page))
+        await rig.until(lambda: "one" in page.told, "it waits")
+        rig.kube.remove(CHECKPOINTS, IDENTITY.namespace, "one")
+        rig.checkpoint("one")  # somebody else's, of the same name
+        with pytest.raises(Unusable, match="was deleted before it was done"):
+            await waiting
+
+
+async def test_who_breaks_off_the_waiting_is_told_that_it_goes_on(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        rig.pods_may_start = False
+        page = Page()
+        waiting = asyncio.create_task(take(rig, page))
+        await rig.until(lambda: "one" in page.told, "it waits")
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert page.told.splitlines()[-1] == "one: not waited for any longer; it goes on"
+
+
+async def test_a_stack_without_checkpoints_says_how_to_take_one_and_one_that_is_not_there_is_told(
+    tmp_path: Path,
+) -> None:
+    async with operated(tmp_path, rows()) as rig:
+        page = Page()
+        await checkpoints(cluster_of(rig), page, STACK, Output.JSON)
+        assert json.loads(page.out.getvalue())["checkpoints"] == []
+        assert "kubectl gym checkpoint rig" in page.told
+        with pytest.raises(Unusable, match="there are rig"):
+            await checkpoints(cluster_of(rig), Page(), "rigg", Output.TABLE)
 
 
 # ---- what goes wrong ----------------------------------------------------------------------------------------

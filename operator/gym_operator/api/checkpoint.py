@@ -172,6 +172,14 @@ class CheckpointSpec(CheckpointRequest):
             raise PydanticCustomError("checkpoint", "{hint}", {"hint": "; ".join(hints)})
         return self
 
+    @classmethod
+    def parse(cls, document: Any) -> Self:
+        """Read a spec as it stands in a manifest. Raises SpecError."""
+        try:
+            return cls.model_validate(document, by_alias=True, by_name=False)
+        except ValidationError as error:
+            raise SpecError(f"spec is not valid: {describe(error)}") from error
+
 
 class CheckpointParticipant(StatusModel):
     """A server process as it took part."""
@@ -297,12 +305,8 @@ class GymCheckpoint(StatusModel):
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> GymCheckpoint:
         """Read an object of the API server. Raises SpecError if its spec cannot be used."""
-        try:
-            spec = CheckpointSpec.model_validate(body.get("spec"), by_alias=True, by_name=False)
-        except ValidationError as error:
-            raise SpecError(f"spec is not valid: {describe(error)}") from error
         return cls(
             metadata=ObjectMeta.model_validate(body["metadata"]),
-            spec=spec,
+            spec=CheckpointSpec.parse(body.get("spec")),
             status=CheckpointStatus.model_validate(body.get("status") or {}),
         )

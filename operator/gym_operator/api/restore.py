@@ -72,6 +72,14 @@ class RestoreSpec(WireModel):
             raise PydanticCustomError("restore", "{hint}", {"hint": _BOTH})
         return self
 
+    @classmethod
+    def parse(cls, document: Any) -> Self:
+        """Read a spec as it stands in a manifest. Raises SpecError."""
+        try:
+            return cls.model_validate(document, by_alias=True, by_name=False)
+        except ValidationError as error:
+            raise SpecError(f"spec is not valid: {describe(error)}") from error
+
 
 class RestoredCheckpoint(StatusModel):
     """The checkpoint that was chosen."""
@@ -145,12 +153,8 @@ class GymRestore(StatusModel):
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> GymRestore:
         """Read an object of the API server. Raises SpecError if its spec cannot be used."""
-        try:
-            spec = RestoreSpec.model_validate(body.get("spec"), by_alias=True, by_name=False)
-        except ValidationError as error:
-            raise SpecError(f"spec is not valid: {describe(error)}") from error
         return cls(
             metadata=ObjectMeta.model_validate(body["metadata"]),
-            spec=spec,
+            spec=RestoreSpec.parse(body.get("spec")),
             status=RestoreStatus.model_validate(body.get("status") or {}),
         )

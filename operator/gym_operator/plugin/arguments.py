@@ -26,6 +26,8 @@ Context = Annotated[str | None, typer.Option(help="Context of the kubeconfig; it
 Kubeconfig = Annotated[
     Path | None, typer.Option(envvar="KUBECONFIG", help="Kubeconfig; ~/.kube/config, if not given.")
 ]
+Wait = Annotated[bool, typer.Option("--wait", help="Wait until it is done, and say on stderr how far it is.")]
+Timeout = Annotated[str, typer.Option(help="How long to wait, such as 90s or 10m.")]
 Show = Annotated[Output, typer.Option("--output", "-o", help="How it is printed.")]
 
 
@@ -49,3 +51,46 @@ def status(
     in_cluster(
         kubeconfig, context, namespace, lambda cluster, screen: verb(cluster, screen, stack, output, watch=watch)
     )
+
+
+@cli.command()
+def checkpoint(
+    stack: Stack,
+    name: Annotated[str | None, typer.Option(help="Name of the GymCheckpoint; stack and time, if not given.")] = None,
+    label: Annotated[list[str] | None, typer.Option(help="Kept with it, such as step=120; more than once.")] = None,
+    stop_after: Annotated[bool, typer.Option("--stop-after", help="Stop the stack once it is published.")] = False,
+    wait: Wait = False,
+    timeout: Timeout = "10m",
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Take a checkpoint of a stack."""
+    from gym_operator.plugin.verbs.checkpoint import checkpoint as verb
+    from gym_operator.plugin.views.requests import seconds_of
+
+    seconds = seconds_of("--timeout", timeout)
+    in_cluster(
+        *(kubeconfig, context, namespace),
+        lambda cluster, screen: verb(
+            *(cluster, screen, stack),
+            name=name,
+            labels=label or [],
+            stop_after=stop_after,
+            wait=seconds if wait else None,
+        ),
+    )
+
+
+@cli.command()
+def checkpoints(
+    stack: Stack,
+    output: Show = Output.TABLE,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """List the checkpoints of a stack, the newest last."""
+    from gym_operator.plugin.verbs.checkpoints import checkpoints as verb
+
+    in_cluster(kubeconfig, context, namespace, lambda cluster, screen: verb(cluster, screen, stack, output))

@@ -22,7 +22,7 @@ from gym_operator.effects.kube import (
     connect,
     namespace_of,
 )
-from gym_operator.plugin.exits import OutOfReach, Unusable
+from gym_operator.plugin.exits import NoAnswer, OutOfReach, Unusable
 from gym_operator.plugin.views.text import some_of
 
 CHOOSE: Final = "choose another cluster with --context; kubectl config get-contexts lists them"
@@ -96,7 +96,7 @@ def refusal(error: KubeError, verb: str, resource: Resource, namespace: str) -> 
     kind = f"{resource.plural}.{resource.group}" if resource.group else resource.plural
     match error.status:
         case 0:
-            return OutOfReach(f"{error}: see whether kubectl get --raw=/readyz answers, or {CHOOSE}")
+            return NoAnswer(f"{error}: see whether kubectl get --raw=/readyz answers, or {CHOOSE}")
         case 401:
             return OutOfReach(f"the API server does not know who you are (401): log in again, or {CHOOSE}")
         case 403:
@@ -106,6 +106,8 @@ def refusal(error: KubeError, verb: str, resource: Resource, namespace: str) -> 
             )
         case 404:
             return OutOfReach(f"this cluster has no {kind}: install the operator with its CRDs, or {CHOOSE}")
+        case status if status >= 500:
+            return NoAnswer(str(error))
         case _:
             return Unusable(str(error))
 

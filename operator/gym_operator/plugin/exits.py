@@ -34,9 +34,13 @@ class Unusable(PluginError):
 
 
 class OutOfReach(PluginError):
-    """The cluster or the storage does not answer, or does not let the user."""
+    """The cluster or the storage cannot be used: it does not answer, or does not let the user."""
 
     code = 3
+
+
+class NoAnswer(OutOfReach):
+    """The API server does not answer now: asked again, it may."""
 
 
 class TookTooLong(PluginError):
