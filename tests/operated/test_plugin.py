@@ -10,12 +10,13 @@ from typing import Any, cast
 
 import pytest
 
-from gym_operator.effects.kube import CHECKPOINTS, STACKS, Kube, KubeError, Resource
+from gym_operator.effects.kube import CHECKPOINTS, RESTORES, STACKS, Kube, KubeError, Resource
 from gym_operator.plugin.cluster import Cluster
 from gym_operator.plugin.exits import NotDone, OutOfReach, PluginError, TookTooLong, Unusable
 from gym_operator.plugin.screen import Output, Screen
 from gym_operator.plugin.verbs.checkpoint import checkpoint
 from gym_operator.plugin.verbs.checkpoints import checkpoints
+from gym_operator.plugin.verbs.restore import restore
 from gym_operator.plugin.verbs.status import status
 from gym_rig.cell import IDENTITY
 from gym_rig.operated import OperatedRig, operated
@@ -205,6 +206,65 @@ async def test_a_stack_without_checkpoints_says_how_to_take_one_and_one_that_is_
         assert "kubectl gym checkpoint rig" in page.told
         with pytest.raises(Unusable, match="there are rig"):
             await checkpoints(cluster_of(rig), Page(), "rigg", Output.TABLE)
+
+
+# ---- restore ------------------------------------------------------------------------------------------------
+
+
+async def bring_back(rig: OperatedRig, page: Page, wanted: str, **options: Any) -> None:
+    asked: dict[str, Any] = {"digest": None, "name": "back", "wait": 300.0, **options}
+    await restore(cluster_of(rig), page, STACK, wanted, **asked)
+
+
+async def test_a_stack_is_brought_back_by_name_by_label_and_by_place(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        await at_work(rig)
+        first = await taken(rig, "first", labels={"step": "7"})
+        await taken(rig, "second")
+        ways: list[tuple[str, dict[str, Any]]] = [
+            ("first", {}),
+            ("step=7", {}),
+            (first["uri"], {"digest": first["digest"]}),
+        ]
+        for attempt, (wanted, options) in enumerate(ways, 1):
+            page = Page()
+            await bring_back(rig, page, wanted, name=f"back-{attempt}", **options)
+            created, done = page.out.getvalue().splitlines()
+            assert created == f"gymrestore.gymops.dev/back-{attempt} created"
+            count = rig.status(RESTORES, f"back-{attempt}")["continuedCount"]
+            assert done == (
+                f"restore back-{attempt} succeeded: rollouts that continue from first: {count}; "
+                f"cell 0 under attempt {attempt}"
+            )
+            assert page.told.startswith(f"back-{attempt}: "), "and how far it was, beside"
+            await rig.until(rig.in_service, "in service")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "says"),
+    [
+        ("nobody", "no GymCheckpoint nobody in namespace local: there are failed"),
+        ("failed", "GymCheckpoint failed failed: "),
+        ("step=8", "no GymCheckpoint of stack rig that succeeded has step: 8"),
+    ],
+)
+async def test_what_cannot_be_restored_is_refused_at_once_and_nothing_is_made(
+    tmp_path: Path, wanted: str, says: str
+) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        rig.checkpoint("failed", timeouts={"prepare": "never"})
+        await rig.until(lambda: rig.final("failed"), "failed")
+        with pytest.raises(Unusable, match=says):
+            await bring_back(rig, Page(), wanted)
+        assert not [key for key in rig.kube.objects if key[0] == RESTORES]
+
+
+async def test_a_restore_that_fails_is_told_with_its_reason(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        await at_work(rig)
+        first = await taken(rig, "first")
+        with pytest.raises(NotDone, match=r"restore back failed: SourceInvalid: .*not the one with this digest"):
+            await bring_back(rig, Page(), first["uri"], digest="0" * 64)
 
 
 # ---- what goes wrong ----------------------------------------------------------------------------------------

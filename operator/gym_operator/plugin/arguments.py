@@ -94,3 +94,35 @@ def checkpoints(
     from gym_operator.plugin.verbs.checkpoints import checkpoints as verb
 
     in_cluster(kubeconfig, context, namespace, lambda cluster, screen: verb(cluster, screen, stack, output))
+
+
+@cli.command()
+def restore(
+    stack: Stack,
+    wanted: Annotated[
+        str,
+        typer.Option(
+            "--from",
+            metavar="CHECKPOINT|LABELS|URI",
+            help="Name of a GymCheckpoint, labels such as step=120, or the URI of a checkpoint's folder.",
+        ),
+    ],
+    digest: Annotated[str | None, typer.Option(help="For a URI: SHA-256 of its checkpoint.json.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the GymRestore; stack and time, if not given.")] = None,
+    wait: Wait = False,
+    timeout: Timeout = "10m",
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Bring a stack to a checkpoint. All its servers are replaced, and what it did since is done again."""
+    from gym_operator.plugin.verbs.restore import restore as verb
+    from gym_operator.plugin.views.requests import seconds_of
+
+    seconds = seconds_of("--timeout", timeout)
+    in_cluster(
+        *(kubeconfig, context, namespace),
+        lambda cluster, screen: verb(
+            *(cluster, screen, stack, wanted), digest=digest, name=name, wait=seconds if wait else None
+        ),
+    )

@@ -103,8 +103,8 @@ def outcome_of(body: Mapping[str, Any]) -> str:
     """A line about one that has succeeded."""
     status = status_of(body)
     pause = "" if status.pause_seconds is None else f", paused for {status.pause_seconds:.1f}s"
-    over = f", {count_of(status.restart_count, 'rollout')} would start over" if status.restart_count else ""
-    return f"{count_of(status.episodes, 'rollout')} continue from it, {size(status.bytes)}{pause}{over}"
+    over = f", {status.restart_count} would start over" if status.restart_count else ""
+    return f"{count_of(status.episodes, 'rollout')} in {size(status.bytes)}{pause}{over}"
 
 
 def failure_of(body: Mapping[str, Any]) -> str:

@@ -87,7 +87,7 @@ def test_progress_is_a_line(status: dict[str, Any], line: str) -> None:
 
 
 def test_what_came_of_it_is_a_line() -> None:
-    assert views.outcome_of(done("one")) == "4 rollouts continue from it, 2.0 KiB, paused for 0.2s"
-    assert views.outcome_of(checkpoint("one", restartCount=1)).endswith("1 rollout would start over")
+    assert views.outcome_of(done("one")) == "4 rollouts in 2.0 KiB, paused for 0.2s"
+    assert views.outcome_of(checkpoint("one", restartCount=1)).endswith(", 1 would start over")
     assert views.failure_of(checkpoint("one", reason="Because", message="of that")) == "Because: of that"
     assert views.failure_of(checkpoint("one")) == "without a reason"
