@@ -5,25 +5,36 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from gym_operator.effects.kube import CHECKPOINTS, RESTORES, STACKS, Kube, KubeError, Resource
+from gym_operator.effects.kube import CHECKPOINTS, RESTORES, SECRETS, STACKS, Kube, KubeError, Resource
 from gym_operator.plugin.cluster import Cluster
 from gym_operator.plugin.exits import NotDone, OutOfReach, PluginError, TookTooLong, Unusable
 from gym_operator.plugin.screen import Output, Screen
+from gym_operator.plugin.sources import by_name, by_place, opened
 from gym_operator.plugin.verbs.checkpoint import checkpoint
 from gym_operator.plugin.verbs.checkpoints import checkpoints
+from gym_operator.plugin.verbs.inspect import inspect
 from gym_operator.plugin.verbs.restore import restore
 from gym_operator.plugin.verbs.status import status
+from gym_operator.plugin.verbs.verify import verify
 from gym_rig.cell import IDENTITY
+from gym_rig.fake_kube import FakeKube
 from gym_rig.operated import OperatedRig, operated
 from gym_rig.virtual import now
 from gym_servers.engine.rows import counter_rows
 from gym_servers.participants.base import Survey
+from gym_servers.protocol.digests import canonical, sha256
+from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.messages import Blocker
+from gym_servers.stack.spec import StorageSpec
+from gym_servers.storage.manifest import CHECKPOINT
+from gym_servers.storage.s3_access import KEYS, S3Credentials
+from gym_servers.storage.store import StorageError
 
 ROWS = 6
 SLOWLY = 5.0
@@ -265,6 +276,137 @@ async def test_a_restore_that_fails_is_told_with_its_reason(tmp_path: Path) -> N
         first = await taken(rig, "first")
         with pytest.raises(NotDone, match=r"restore back failed: SourceInvalid: .*not the one with this digest"):
             await bring_back(rig, Page(), first["uri"], digest="0" * 64)
+
+
+# ---- inspect, verify ------------------------------------------------------------------------------------------
+
+
+async def test_a_checkpoint_is_inspected_by_name_and_by_place_with_the_same_result(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        await at_work(rig)
+        one = await taken(rig, "one", labels={"step": "7"})
+        named, placed = Page(), Page()
+        await inspect(named, "one", await by_name(cluster_of(rig), "one"), Output.JSON, now)
+        await inspect(placed, one["uri"], by_place(f"{one['uri']}/checkpoint.json", None, None), Output.JSON, now)
+        (part,), (same,) = (json.loads(page.out.getvalue())["parts"] for page in (named, placed))
+        assert part == same
+        assert (part["uri"], part["digest"], part["name"]) == (one["uri"], one["digest"], "one")
+        assert part["labels"] == {"step": "7"}
+        assert len(part["episodes"]) == one["episodes"] > 0
+        assert {each["stage"] for each in part["episodes"]} == {"invoke_agent"}
+        assert all(each["boundaryBytes"] > 0 for each in part["episodes"])
+        assert {each["name"] for each in part["participants"]} == {"env", "policy", "agent", "counter", "collection"}
+        assert part["bytes"] == one["bytes"]
+        table = Page()
+        await inspect(table, "one", await by_name(cluster_of(rig), "one"), Output.WIDE, now)
+        assert [one["uri"], one["digest"]] in table.lines
+        assert ["agent", "agent", "simple-agent"] in [line[:3] for line in table.lines]
+
+
+async def test_each_cell_has_its_part(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY, cells=2) as rig:
+        await at_work(rig)
+        one = await taken(rig, "one")
+        page = Page()
+        await verify(page, "one", await by_name(cluster_of(rig), "one"), Output.JSON)
+        told = json.loads(page.out.getvalue())
+        assert [place["uri"] for place in told["places"]] == [cell["uri"] for cell in one["cells"]]
+        assert {(each["cell"], each["result"]) for each in told["participants"]} == {(0, "good"), (1, "good")}
+        assert told["verified"] is True
+
+
+def swap_records(place: Path) -> None:
+    """A pack whose digest is right, and whose records are not: only their own digests tell."""
+    manifest = next(place.glob("environment/env/manifest.json"))
+    document = json.loads(manifest.read_text())
+    document["records"][0]["sha256"] = "0" * 64
+    manifest.write_bytes(canonical(document))
+    publication = json.loads((place / CHECKPOINT).read_text())
+    for member in publication["members"]:
+        if member["kind"] == "environment":
+            member["manifest_digest"] = sha256(manifest.read_bytes())
+    (place / CHECKPOINT).write_bytes(canonical(publication))
+
+
+@pytest.mark.parametrize(
+    ("harm", "says"),
+    [
+        (lambda place: next(place.glob("agent/**/manifest.json")).unlink(), "agent of cell 0: .* has no manifest"),
+        (lambda place: next(place.glob("environment/**/pack*")).write_bytes(b"x"), "env of cell 0: pack .* digest"),
+        (lambda place: next(place.glob("environment/**/pack*")).unlink(), "env of cell 0: pack .* is missing"),
+        (swap_records, "env of cell 0: record .* does not match its digest"),
+    ],
+)
+async def test_what_does_not_verify_is_named_and_all_else_is_read_too(
+    tmp_path: Path, harm: Callable[[Path], object], says: str
+) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        await at_work(rig)
+        uri = (await taken(rig, "one"))["uri"]
+        harm(Path(uri))
+        page = Page()
+        with pytest.raises(NotDone, match=says):
+            await verify(page, uri, by_place(uri, None, None), Output.JSON)
+        told = json.loads(page.out.getvalue())
+        assert told["verified"] is False
+        assert [each["result"] == "good" for each in told["participants"]].count(False) == 1
+        assert len(told["participants"]) == 5
+
+
+async def test_another_document_than_the_one_that_was_published_is_refused(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        await at_work(rig)
+        one = await taken(rig, "one")
+        (Path(one["uri"]) / CHECKPOINT).write_text("{}")
+        with pytest.raises(ProtocolError, match="not the one with this digest"):
+            await inspect(Page(), "one", await by_name(cluster_of(rig), "one"), Output.TABLE, now)
+        with pytest.raises(ProtocolError, match="not the one with this digest"):
+            await verify(Page(), "one", await by_name(cluster_of(rig), "one"), Output.TABLE)
+
+
+async def test_where_nothing_is_published_that_is_said(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        rig.checkpoint("failed", timeouts={"prepare": "never"})
+        await rig.until(lambda: rig.final("failed"), "failed")
+        with pytest.raises(Unusable, match=r"GymCheckpoint failed has nothing in storage: it failed: InvalidSpec"):
+            await by_name(cluster_of(rig), "failed")
+        with pytest.raises(Unusable, match=r"no checkpoint.json in .*: give the folder that holds it"):
+            await verify(Page(), str(tmp_path), by_place(str(tmp_path), None, None), Output.TABLE)
+
+
+async def test_a_checkpoint_outlives_its_stack(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        await at_work(rig)
+        await taken(rig, "one")
+        rig.kube.remove(STACKS, IDENTITY.namespace, STACK)
+        await verify(Page(), "one", await by_name(cluster_of(rig), "one"), Output.TABLE)
+
+
+S3 = {"bucket": "bucket", "credentialsSecret": "keys"}
+KEY, SECRET = "AKIDKEY", "s3cr3t-of-the-stack"
+
+
+async def test_the_secrets_of_the_stack_are_read_with_the_users_own_rights_and_shown_to_nobody() -> None:
+    kube = FakeKube(now)
+    kube.put(
+        SECRETS, "team", {"metadata": {"name": "keys"}, "stringData": dict(zip(KEYS, (KEY, SECRET), strict=True))}
+    )
+    cluster = Cluster(cast("Kube", kube), "team", now)
+    storage = await opened(cluster, StorageSpec.parse({"s3": S3}))
+    assert storage._access.current().credentials == S3Credentials(KEY, SECRET)
+    assert SECRET not in repr(storage._access.current()) and KEY not in repr(storage._access.current())
+    kube.permitted = lambda verb, resource, name: resource != SECRETS
+    with pytest.raises(
+        OutOfReach, match=r"you may not get secrets in namespace team: .* AWS_ACCESS_KEY_ID"
+    ) as refused:
+        await opened(cluster, StorageSpec.parse({"s3": S3}))
+    assert SECRET not in str(refused.value)
+
+
+async def test_a_secret_that_is_not_there_is_named() -> None:
+    storage = await opened(Cluster(cast("Kube", FakeKube(now)), "team", now), StorageSpec.parse({"s3": S3}))
+    with pytest.raises(StorageError, match="there is no Secret keys in this namespace"):
+        storage.open("s3://bucket/x")
 
 
 # ---- what goes wrong ----------------------------------------------------------------------------------------

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from gym_operator.plugin.run import in_cluster
+from gym_operator.plugin.run import in_cluster, with_sources
 from gym_operator.plugin.screen import Output
 
 cli = typer.Typer(
@@ -17,6 +19,15 @@ cli = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+class AddressingStyle(StrEnum):
+    """Whether a bucket's name is part of the path or of the host name."""
+
+    AUTO = "auto"
+    PATH = "path"
+    VIRTUAL = "virtual"
+
 
 Stack = Annotated[str, typer.Argument(metavar="STACK", help="Name of the GymStack.")]
 Namespace = Annotated[
@@ -28,6 +39,20 @@ Kubeconfig = Annotated[
 ]
 Wait = Annotated[bool, typer.Option("--wait", help="Wait until it is done, and say on stderr how far it is.")]
 Timeout = Annotated[str, typer.Option(help="How long to wait, such as 90s or 10m.")]
+Wanted = Annotated[
+    str, typer.Argument(metavar="URI|NAME", help="Folder of a checkpoint in storage, or name of a GymCheckpoint.")
+]
+Digest = Annotated[str | None, typer.Option(help="For a URI: SHA-256 that its checkpoint.json must have.")]
+Endpoint = Annotated[
+    str | None,
+    typer.Option(envvar=["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"], help="For a URI: S3 server that is not AWS."),
+]
+Region = Annotated[
+    str | None, typer.Option(envvar=["AWS_REGION", "AWS_DEFAULT_REGION"], help="For a URI: region of the bucket.")
+]
+Addressing = Annotated[
+    AddressingStyle, typer.Option("--addressing-style", help="For a URI: where the bucket's name goes.")
+]
 Show = Annotated[Output, typer.Option("--output", "-o", help="How it is printed.")]
 
 
@@ -125,4 +150,48 @@ def restore(
         lambda cluster, screen: verb(
             *(cluster, screen, stack, wanted), digest=digest, name=name, wait=seconds if wait else None
         ),
+    )
+
+
+@cli.command()
+def inspect(
+    wanted: Wanted,
+    output: Show = Output.TABLE,
+    digest: Digest = None,
+    endpoint: Endpoint = None,
+    region: Region = None,
+    addressing_style: Addressing = AddressingStyle.AUTO,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Show what is inside of a checkpoint: episodes, stages, sizes, and what starts over."""
+    from gym_operator.plugin.verbs.inspect import inspect as verb
+
+    bucket = (endpoint, region, addressing_style.value)
+    with_sources(
+        *(kubeconfig, context, namespace, wanted, digest, bucket),
+        lambda screen, sources: verb(screen, wanted, sources, output, time.time),
+    )
+
+
+@cli.command()
+def verify(
+    wanted: Wanted,
+    output: Show = Output.TABLE,
+    digest: Digest = None,
+    endpoint: Endpoint = None,
+    region: Region = None,
+    addressing_style: Addressing = AddressingStyle.AUTO,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Read a checkpoint again, all of it, and check every digest."""
+    from gym_operator.plugin.verbs.verify import verify as verb
+
+    bucket = (endpoint, region, addressing_style.value)
+    with_sources(
+        *(kubeconfig, context, namespace, wanted, digest, bucket),
+        lambda screen, sources: verb(screen, wanted, sources, output),
     )

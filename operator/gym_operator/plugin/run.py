@@ -6,17 +6,21 @@ import asyncio
 import atexit
 import os
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from gym_operator.plugin.cluster import Cluster, connected
+from gym_operator.plugin.exits import Unusable
 from gym_operator.plugin.screen import Screen
+from gym_operator.plugin.sources import Source, by_name, by_place
+from gym_operator.plugin.views.places import is_place, s3_of
 from gym_servers.local.children import Told, until_told
 
 SIGNALLED = 128
 
 InCluster = Callable[[Cluster, Screen], Awaitable[None]]
+OfSources = Callable[[Screen, Sequence[Source]], Awaitable[None]]
 
 
 def in_cluster(kubeconfig: Path | None, context: str | None, namespace: str | None, verb: InCluster) -> None:
@@ -27,6 +31,30 @@ def in_cluster(kubeconfig: Path | None, context: str | None, namespace: str | No
             await verb(cluster, Screen())
 
     alone(work)
+
+
+def with_sources(
+    kubeconfig: Path | None,
+    context: str | None,
+    namespace: str | None,
+    wanted: str,
+    digest: str | None,
+    bucket: tuple[str | None, str | None, str],
+    verb: OfSources,
+) -> None:
+    """Do what reads a checkpoint. `wanted`: the name of a GymCheckpoint, or a place, which needs no cluster.
+    `bucket`: endpoint, region and addressing style of a place. Raises what the verb raises, and Unusable."""
+    if is_place(wanted):
+        sources = by_place(wanted, digest, s3_of(wanted, *bucket))
+        alone(lambda: verb(Screen(), sources))
+        return
+    if digest is not None:
+        raise Unusable("--digest is for a URI: leave it out, a GymCheckpoint knows its own")
+
+    async def named(cluster: Cluster, screen: Screen) -> None:
+        await verb(screen, await by_name(cluster, wanted))
+
+    in_cluster(kubeconfig, context, namespace, named)
 
 
 def alone(work: Callable[[], Awaitable[None]]) -> None:

@@ -467,6 +467,12 @@ class EnvironmentParticipant(Participant):
         self._over.difference_update(rollout for rollout in rollout_ids if not self._standing(rollout))
 
 
+def stage_of(key: str, data: bytes) -> str:
+    """The stage that an exported boundary continues with. Raises `invalid_checkpoint_state`."""
+    with reading(key):
+        return str(from_bytes(key, data)["stage"])
+
+
 def _record(digest: str, stage: str, state: dict[str, Any], remaining: float | None) -> dict[str, Any]:
     left = None if remaining is None else round(remaining, 3)
     return {"digest": digest, "stage": stage, "state": state, "remaining": left}

@@ -42,7 +42,7 @@ def read_cut(store: ObjectStore, publication: Publication) -> Cut:
     for member in publication.members:
         if member.kind not in ("resources", "model"):
             continue
-        manifest, _ = load_manifest(store, f"{member.kind}/{member.instance}", member.manifest_digest)
+        manifest, _ = load_manifest(store, member.directory, member.manifest_digest)
         for name, data in load_records(store, manifest).items():
             if member.kind == "resources":
                 record = json.loads(data)

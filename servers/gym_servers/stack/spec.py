@@ -242,6 +242,14 @@ class StorageSpec(WireModel):
             raise _problem("storage needs exactly one of s3 and directory")
         return self
 
+    @classmethod
+    def parse(cls, document: Any) -> Self:
+        """Read it as it stands in a manifest. Raises SpecError."""
+        try:
+            return cls.model_validate(document, by_alias=True, by_name=False)
+        except ValidationError as error:
+            raise SpecError(f"storage is not valid: {describe(error)}") from error
+
 
 class CheckpointsSpec(WireModel):
     """How rollouts are checkpointed."""

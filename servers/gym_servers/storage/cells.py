@@ -6,12 +6,13 @@ in its directory's name and in its `checkpoint.json`; the listing is the truth, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 
 from gym_servers.protocol.digests import canonical, sha256
 from gym_servers.protocol.errors import ProtocolError
-from gym_servers.storage.manifest import CHECKPOINT, Member, PackEntry, Publication, read_publication
-from gym_servers.storage.packs import check_packs, load_manifest
+from gym_servers.storage.manifest import CHECKPOINT, Member, Publication, read_publication
+from gym_servers.storage.packs import check_packs, check_records, load_manifest
 from gym_servers.storage.parallel import side_by_side
 from gym_servers.storage.store import ObjectConflict, ObjectMissing, ObjectStore
 
@@ -123,16 +124,20 @@ def _published(cell: ObjectStore, key: str) -> tuple[str, Publication, str] | No
     return key.removesuffix(f"/{CHECKPOINT}"), publication, sha256(data)
 
 
-def verify(store: ObjectStore, members: list[Member], checkpoint_id: str) -> None:
-    """Check that every member's manifest is the named one and every pack has its size and digest.
+def verify(store: ObjectStore, members: Sequence[Member], checkpoint_id: str, *, records: bool = False) -> None:
+    """Check that every member's manifest is the named one and every pack has its size and digest; with `records` also
+    that every record in them has its own, which a pack with a good digest can only fail by whoever wrote it.
 
     Raises `invalid_checkpoint_state` with the participant's name and what is wrong.
     """
-    packs: list[PackEntry] = []
+    manifests = []
     for member in members:
-        directory = f"{member.kind}/{member.instance}"
-        manifest, _ = load_manifest(store, directory, member.manifest_digest)
+        manifest, _ = load_manifest(store, member.directory, member.manifest_digest)
         if manifest.session != member.session or manifest.checkpoint_id != checkpoint_id:
-            raise ProtocolError("invalid_checkpoint_state", f"{directory} was written by another process")
-        packs += manifest.packs
-    check_packs(store, packs)
+            raise ProtocolError("invalid_checkpoint_state", f"{member.directory} was written by another process")
+        manifests.append(manifest)
+    if records:
+        for manifest in manifests:
+            check_records(store, manifest)
+    else:
+        check_packs(store, [pack for manifest in manifests for pack in manifest.packs])

@@ -81,6 +81,11 @@ class Member(_Document):
     bytes: int
     code: CodeIdentity
 
+    @property
+    def directory(self) -> str:
+        """Where its manifest and packs are, below the checkpoint's."""
+        return f"{self.kind}/{self.instance}"
+
 
 class Publication(_Document):
     """`checkpoint.json`. `episodes`: the restorable set; `restarts`, `not_started`, `left_out`: those that ran and

@@ -103,24 +103,42 @@ def check_packs(store: ObjectStore, packs: Sequence[PackEntry]) -> None:
     side_by_side(check, packs)
 
 
+def check_records(store: ObjectStore, manifest: Manifest) -> None:
+    """Raises `invalid_checkpoint_state` naming a pack or a record of it that is missing or does not match its digest.
+    As many packs are in memory as are read side by side."""
+    of_pack: dict[str, list[RecordEntry]] = {entry.key: [] for entry in manifest.packs}
+    for record in manifest.records:
+        of_pack.setdefault(record.pack, []).append(record)
+    for key in of_pack.keys() - {entry.key for entry in manifest.packs}:
+        _record_of(b"", of_pack[key][0])  # of a pack that nobody names
+
+    def check(entry: PackEntry) -> None:
+        data = _load(store, entry)
+        for record in of_pack[entry.key]:
+            _record_of(data, record)
+
+    side_by_side(check, manifest.packs)
+
+
 def load_records(store: ObjectStore, manifest: Manifest) -> dict[str, bytes]:
     """Every record of a manifest, checked. Raises `invalid_checkpoint_state` naming what does not verify."""
-
-    def load(entry: PackEntry) -> bytes:
-        with _of_pack(entry):
-            data = store.get(entry.key)
-        _same(entry, len(data), sha256(data))
-        return data
-
     keys = [entry.key for entry in manifest.packs]
-    packs = dict(zip(keys, side_by_side(load, manifest.packs), strict=True))
-    records = {}
-    for entry in manifest.records:
-        data = packs.get(entry.pack, b"")[entry.offset : entry.offset + entry.length]
-        if sha256(data) != entry.sha256:
-            raise ProtocolError("invalid_checkpoint_state", f"record {entry.id} does not match its digest")
-        records[entry.id] = data
-    return records
+    packs = dict(zip(keys, side_by_side(lambda entry: _load(store, entry), manifest.packs), strict=True))
+    return {entry.id: _record_of(packs.get(entry.pack, b""), entry) for entry in manifest.records}
+
+
+def _load(store: ObjectStore, entry: PackEntry) -> bytes:
+    with _of_pack(entry):
+        data = store.get(entry.key)
+    _same(entry, len(data), sha256(data))
+    return data
+
+
+def _record_of(pack: bytes, entry: RecordEntry) -> bytes:
+    data = pack[entry.offset : entry.offset + entry.length]
+    if sha256(data) != entry.sha256:
+        raise ProtocolError("invalid_checkpoint_state", f"record {entry.id} does not match its digest")
+    return data
 
 
 @contextmanager
