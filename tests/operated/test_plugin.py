@@ -11,14 +11,15 @@ from typing import Any, cast
 
 import pytest
 
-from gym_operator.effects.kube import CHECKPOINTS, RESTORES, SECRETS, STACKS, Kube, KubeError, Resource
-from gym_operator.plugin.cluster import Cluster
+from gym_operator.effects.kube import CHECKPOINTS, PODS, RESTORES, SECRETS, STACKS, KubeError, Resource
+from gym_operator.plugin.cluster import Cluster, UserKube
 from gym_operator.plugin.exits import NotDone, OutOfReach, PluginError, TookTooLong, Unusable
 from gym_operator.plugin.screen import Output, Screen
 from gym_operator.plugin.sources import by_name, by_place, opened
 from gym_operator.plugin.verbs.checkpoint import checkpoint
 from gym_operator.plugin.verbs.checkpoints import checkpoints
 from gym_operator.plugin.verbs.inspect import inspect
+from gym_operator.plugin.verbs.logs import Wanted, logs
 from gym_operator.plugin.verbs.restore import restore
 from gym_operator.plugin.verbs.status import status
 from gym_operator.plugin.verbs.verify import verify
@@ -46,7 +47,7 @@ def rows() -> Any:
 
 
 def cluster_of(rig: OperatedRig, namespace: str = IDENTITY.namespace) -> Cluster:
-    return Cluster(cast("Kube", rig.kube), namespace, now)
+    return Cluster(cast("UserKube", rig.kube), namespace, now)
 
 
 class Page(Screen):
@@ -391,7 +392,7 @@ async def test_the_secrets_of_the_stack_are_read_with_the_users_own_rights_and_s
     kube.put(
         SECRETS, "team", {"metadata": {"name": "keys"}, "stringData": dict(zip(KEYS, (KEY, SECRET), strict=True))}
     )
-    cluster = Cluster(cast("Kube", kube), "team", now)
+    cluster = Cluster(cast("UserKube", kube), "team", now)
     storage = await opened(cluster, StorageSpec.parse({"s3": S3}))
     assert storage._access.current().credentials == S3Credentials(KEY, SECRET)
     assert SECRET not in repr(storage._access.current()) and KEY not in repr(storage._access.current())
@@ -404,9 +405,94 @@ async def test_the_secrets_of_the_stack_are_read_with_the_users_own_rights_and_s
 
 
 async def test_a_secret_that_is_not_there_is_named() -> None:
-    storage = await opened(Cluster(cast("Kube", FakeKube(now)), "team", now), StorageSpec.parse({"s3": S3}))
+    storage = await opened(Cluster(cast("UserKube", FakeKube(now)), "team", now), StorageSpec.parse({"s3": S3}))
     with pytest.raises(StorageError, match="there is no Secret keys in this namespace"):
         storage.open("s3://bucket/x")
+
+
+# ---- logs ---------------------------------------------------------------------------------------------------
+
+
+def say(rig: OperatedRig, pod: str, *lines: str) -> None:
+    rig.kube.logs.setdefault(pod, []).extend(line.encode() for line in lines)
+
+
+async def test_logs_of_all_servers_are_told_apart_and_cut_to_their_last_lines(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        await at_work(rig)
+        for pod in rig.pods():
+            say(rig, pod, *(f"line {number}" for number in range(12)))
+        page = Page()
+        await logs(cluster_of(rig), page, STACK, Wanted(), follow=False)
+        lines = page.out.getvalue().splitlines()
+        assert len(lines) == 10 * len(rig.pods())
+        assert {line.partition(": ")[0] for line in lines} == set(rig.pods())
+        assert "rig-agent-0: line 11" in lines and "rig-agent-0: line 1" not in lines
+
+
+async def test_logs_of_one_server_are_whole_and_bare(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY, cells=2) as rig:
+        await at_work(rig)
+        say(rig, "rig-agent-1", *(str(number) for number in range(12)))
+        page = Page()
+        await logs(cluster_of(rig), page, STACK, Wanted("agent", 1), follow=False)
+        assert page.out.getvalue().split() == [str(number) for number in range(12)]
+        page = Page()
+        await logs(cluster_of(rig), page, STACK, Wanted("agent", 1, tail=2), follow=False)
+        assert page.out.getvalue().split() == ["10", "11"]
+        with pytest.raises(Unusable, match=r"there are the servers agent, collection, .* in the cells 0, 1$"):
+            await logs(cluster_of(rig), Page(), STACK, Wanted("agnet"), follow=False)
+
+
+async def test_logs_are_followed_over_the_replacement_of_a_pod(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        await at_work(rig)
+        for pod in rig.pods():
+            say(rig, pod)
+        say(rig, "rig-agent-0", "before")
+        page = Page()
+        following = asyncio.create_task(logs(cluster_of(rig), page, STACK, Wanted("agent"), follow=True))
+        await rig.until(lambda: "before" in page.out.getvalue(), "it is shown")
+        say(rig, "rig-agent-0", "now")
+        await rig.until(lambda: "now" in page.out.getvalue(), "what is added is shown")
+        rig.kube.dead = True
+        await rig.until(lambda: "it is asked again" in page.told, "an API server that is away is asked again")
+        rig.kube.dead = False
+        rig.kube.logs["rig-agent-0"] = [b"of the next one"]
+        rig.kube.remove(PODS, IDENTITY.namespace, "rig-agent-0")
+        await rig.until(lambda: "of the next one" in page.out.getvalue(), "the next one's is shown")
+        assert page.out.getvalue().splitlines() == ["before", "now", "of the next one"]
+        rig.kube.remove(STACKS, IDENTITY.namespace, STACK)
+        rig.pods_may_start = False
+        for pod in rig.pods():
+            rig.kube.remove(PODS, IDENTITY.namespace, pod)
+        await following
+
+
+async def test_a_container_that_has_not_begun_keeps_no_others_log_back(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        await at_work(rig)
+        say(rig, "rig-policy-0", "here")
+        page = Page()
+        await logs(cluster_of(rig), page, STACK, Wanted(), follow=False)
+        assert page.out.getvalue() == "rig-policy-0: here\n"
+        assert 'rig-agent-0: container "server" in pod "rig-agent-0" is waiting to start' in page.told
+
+
+async def test_a_right_that_is_missing_ends_logs_at_once(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        await at_work(rig)
+        rig.kube.permitted = lambda verb, resource, name: resource.plural != "pods/log"
+        for follow in (False, True):
+            with pytest.raises(OutOfReach, match="you may not get pods/log in namespace local"):
+                await logs(cluster_of(rig), Page(), STACK, Wanted(), follow=follow)
+
+
+async def test_a_stack_without_pods_has_no_logs(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY, suspend=True) as rig:
+        await rig.until(lambda: rig.status().get("phase") == "Suspended", "suspended")
+        with pytest.raises(Unusable, match="stack rig has no pods: kubectl gym status rig says why"):
+            await logs(cluster_of(rig), Page(), STACK, Wanted(), follow=False)
 
 
 # ---- what goes wrong ----------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import aiohttp
 from kubernetes.aio.client import ApiClient, Configuration
+from kubernetes.aio.client.rest import RESTResponse
 from kubernetes.aio.config import list_kube_config_contexts, load_kube_config
 from kubernetes.aio.config.config_exception import ConfigException
 from kubernetes.aio.config.incluster_config import SERVICE_HOST_ENV_NAME, load_incluster_config
@@ -28,6 +29,8 @@ from yaml import YAMLError
 from gym_operator.api import names
 
 REQUEST_SECONDS: Final = 15.0
+CONNECT_SECONDS: Final = 5.0
+TIMEOUT: Final = aiohttp.ClientTimeout(total=REQUEST_SECONDS, connect=CONNECT_SECONDS)
 PAGE: Final = 250
 """Objects in one answer to a list: of thousands, not all are held in memory at once."""
 CHANGES_SECONDS: Final = 1
@@ -202,6 +205,24 @@ class ApiKube:
             options["gracePeriodSeconds"] = grace_seconds
         await self._call("DELETE", resource.path(namespace, name), options)
 
+    async def log(
+        self, namespace: str, pod: str, container: str, options: Mapping[str, str], *, follow: bool = False
+    ) -> AsyncIterator[bytes]:
+        """The lines of a container's log, without their ends; with `follow` also those to come, until it ends.
+        `options` as the API server names them, such as tailLines. Raises KubeError."""
+        query = [("container", container), ("follow", str(follow).lower()), *options.items()]
+        timeout = aiohttp.ClientTimeout(total=None if follow else REQUEST_SECONDS, connect=CONNECT_SECONDS)
+        path = PODS.path(namespace, pod, "log")
+        response = await self._response("GET", path, query=query, timeout=timeout, accept="*/*")
+        begun = b""
+        with self._answering("GET"):
+            async for data in response.response.content.iter_any():
+                *lines, begun = (begun + data).split(b"\n")
+                for line in lines:
+                    yield line
+        if begun:
+            yield begun
+
     async def close(self) -> None:
         await self.client.close()  # type: ignore[no-untyped-call]
 
@@ -214,21 +235,40 @@ class ApiKube:
     async def _answer(
         self, method: str, path: str, body: Body | None = None, query: list[tuple[str, str]] | None = None
     ) -> bytes:
-        headers = {"Accept": "application/json", "Content-Type": "application/json"}
+        response = await self._response(method, path, body, query)
+        with self._answering(method):
+            data: bytes = await response.read()  # type: ignore[no-untyped-call]
+        return data
+
+    async def _response(
+        self,
+        method: str,
+        path: str,
+        body: Body | None = None,
+        query: list[tuple[str, str]] | None = None,
+        timeout: aiohttp.ClientTimeout = TIMEOUT,
+        accept: str = "application/json",
+    ) -> RESTResponse:
+        """An answer that has begun, and is no refusal. Raises KubeError."""
+        headers = {"Accept": accept, "Content-Type": "application/json"}
         serialized = await self.client.param_serialize(
             method, path, query_params=query, header_params=headers, body=body, auth_settings=["BearerToken"]
         )
-        timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS, connect=5.0)
-        try:
+        with self._answering(method):
             response = await self.client.call_api(*serialized, _request_timeout=timeout)
-            data: bytes = await response.read()  # type: ignore[no-untyped-call]
+            refusal: bytes | None = await response.read() if response.status >= 400 else None  # type: ignore[no-untyped-call]
+        if refusal is not None:
+            self.refused(method, response.status)
+            raise _refusal(response.status, refusal)
+        return response
+
+    @contextmanager
+    def _answering(self, method: str) -> Iterator[None]:
+        try:
+            yield
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             self.refused(method, 0)
             raise KubeError(0, f"the API server does not answer: {type(error).__name__}") from error
-        if response.status >= 400:
-            self.refused(method, response.status)
-            raise _refusal(response.status, data)
-        return data
 
 
 async def connect(

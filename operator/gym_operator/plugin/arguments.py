@@ -195,3 +195,32 @@ def verify(
         *(kubeconfig, context, namespace, wanted, digest, bucket),
         lambda screen, sources: verb(screen, wanted, sources, output),
     )
+
+
+@cli.command()
+def logs(
+    stack: Stack,
+    server: Annotated[str | None, typer.Option("--server", "-s", help="Of this server only.")] = None,
+    cell: Annotated[int | None, typer.Option("--cell", min=0, help="Of this cell only.")] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on, also with pods that are yet to come.")
+    ] = False,
+    tail: Annotated[
+        int | None, typer.Option(min=0, help="Lines of each pod; all of a single one, ten of several, if not given.")
+    ] = None,
+    since: Annotated[str | None, typer.Option(help="Nothing older than this, such as 10m.")] = None,
+    previous: Annotated[bool, typer.Option("--previous", "-p", help="Of the container before, if any.")] = False,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Show the logs of a stack's servers."""
+    from gym_operator.plugin.verbs.logs import Wanted as Whose
+    from gym_operator.plugin.verbs.logs import logs as verb
+    from gym_operator.plugin.views.requests import seconds_of
+
+    age = seconds_of("--since", since) if since is not None else None
+    whose = Whose(server, cell, tail, age, previous)
+    in_cluster(
+        kubeconfig, context, namespace, lambda cluster, screen: verb(cluster, screen, stack, whose, follow=follow)
+    )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from gym_operator.api import names
 from gym_operator.effects.kube import (
@@ -28,12 +28,22 @@ from gym_operator.plugin.views.text import some_of
 CHOOSE: Final = "choose another cluster with --context; kubectl config get-contexts lists them"
 
 
+class UserKube(Kube, Protocol):
+    """What verbs need of the API server beyond what the operator does."""
+
+    def log(
+        self, namespace: str, pod: str, container: str, options: Mapping[str, str], *, follow: bool = False
+    ) -> AsyncIterator[bytes]:
+        """The lines of a container's log, with `follow` also those to come. Raises KubeError."""
+        ...
+
+
 @dataclass(frozen=True)
 class Cluster:
     """One namespace as the user may see it. `wall` is the time, in Unix seconds. Every call raises OutOfReach where
     the API server does not answer or does not let the user, and Unusable where there is no such object."""
 
-    kube: Kube
+    kube: UserKube
     namespace: str
     wall: Callable[[], float] = time.time
 

@@ -11,18 +11,18 @@ import base64
 import itertools
 import json
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from gym_operator.api.objects import format_time
-from gym_operator.effects.kube import EVENTS, Body, Changes, Conflict, KubeError, Listing, NotFound, Resource
+from gym_operator.effects.kube import EVENTS, PODS, Body, Changes, Conflict, KubeError, Listing, NotFound, Resource
 
 WRITES = frozenset({"create", "replace", "replace_status", "delete"})
 Watcher = Callable[[Resource, bool, Body], None]
 
 
 class FakeKube:
-    """Implements gym_operator.effects.kube.Kube. `watch` is told of every change: resource, deleted, object."""
+    """Implements gym_operator.plugin.cluster.UserKube. `watch` is told of every change: resource, deleted, object."""
 
     def __init__(self, wall: Callable[[], float]) -> None:
         self._wall = wall
@@ -33,6 +33,7 @@ class FakeKube:
         self.before_write: Callable[[str, Resource, str], None] = lambda verb, resource, name: None
         self.permitted: Callable[[str, Resource, str], bool] = lambda verb, resource, name: True
         self._history: list[tuple[Resource, bool, Body]] = []
+        self.logs: dict[str, list[bytes]] = {}  # by pod: the lines of its container
         self.dead = False
 
     async def get(self, resource: Resource, namespace: str | None, name: str) -> Body:
@@ -63,6 +64,26 @@ class FakeKube:
             if _is_selected(body, selector) and int(body["metadata"]["resourceVersion"]) > since
         ]
         return Changes(told, max([since, *(int(body["metadata"]["resourceVersion"]) for _, body in told)]))
+
+    async def log(
+        self, namespace: str, pod: str, container: str, options: Mapping[str, str], *, follow: bool = False
+    ) -> AsyncIterator[bytes]:
+        """What is in `logs`; followed, what is added to it, until the pod is gone."""
+        self._alive()
+        self._permit("get", PODS._replace(plural="pods/log"), pod)
+        uid = self._found(PODS, namespace, pod)["metadata"]["uid"]
+        lines = self.logs.get(pod)
+        if lines is None:
+            raise KubeError(400, f'container "{container}" in pod "{pod}" is waiting to start: ContainerCreating')
+        at = len(lines) - int(options["tailLines"]) if "tailLines" in options else 0
+        for line in lines[max(at, 0) :]:
+            yield line
+        at = len(lines)
+        while follow and self.objects.get((PODS, namespace, pod), {}).get("metadata", {}).get("uid") == uid:
+            for line in lines[at:]:
+                yield line
+            at = len(lines)
+            await asyncio.sleep(0.1)
 
     async def create(self, resource: Resource, namespace: str, body: Body) -> Body:
         self._writing("create", resource, body["metadata"].get("name", ""))
