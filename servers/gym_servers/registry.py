@@ -24,11 +24,16 @@ _CLASSES = {
 OWN_CLASSES = frozenset({"agent", "resources"})  # kinds that a user may write
 
 
+def is_own_class(server: str) -> bool:
+    """Whether this names a class of the user's image, and no server of ours."""
+    return ":" in server
+
+
 def check_server(kind: str, server: str) -> None:
     """Raise SettingsError for a name that is neither ours nor a class of the user's image."""
     if server in KNOWN[kind]:
         return
-    if kind in OWN_CLASSES and ":" in server:
+    if kind in OWN_CLASSES and is_own_class(server):
         return
     known = ", ".join(sorted(KNOWN[kind]))
     own = " or package.module:Class of your image" if kind in OWN_CLASSES else ""

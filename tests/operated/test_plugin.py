@@ -205,7 +205,7 @@ async def test_who_breaks_off_the_waiting_is_told_that_it_goes_on(tmp_path: Path
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        assert page.told.splitlines()[-1] == "one: not waited for any longer; it goes on"
+        assert page.told.splitlines()[-1] == "one: not waited for any longer: it goes on"
 
 
 async def test_a_stack_without_checkpoints_says_how_to_take_one_and_one_that_is_not_there_is_told(

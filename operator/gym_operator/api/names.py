@@ -56,6 +56,11 @@ SCHEDULE_UID_LABEL: Final = f"{GROUP}/schedule-uid"
 SCHEDULED_AT: Final = f"{GROUP}/scheduled-at"
 """Annotation of a GymCheckpoint that a schedule has made: the time it is for."""
 
+DRILL_LABEL: Final = f"{GROUP}/drill-of"
+"""On what a drill has made: the stack whose checkpoint it tries."""
+DRILL_ID: Final = f"{GROUP}/drill-id"
+"""Annotation beside it: which drill that was, so that no other's is taken for one's own."""
+
 FINALIZER: Final = f"{GROUP}/finalizer"
 DATA_FINALIZER: Final = f"{GROUP}/checkpoint-data"
 """On a GymCheckpoint whose data is to go with it, and on nothing else."""

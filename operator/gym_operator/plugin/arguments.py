@@ -224,3 +224,31 @@ def logs(
     in_cluster(
         kubeconfig, context, namespace, lambda cluster, screen: verb(cluster, screen, stack, whose, follow=follow)
     )
+
+
+@cli.command()
+def drill(
+    stack: Stack,
+    wanted: Annotated[
+        str | None, typer.Option("--from", metavar="CHECKPOINT", help="GymCheckpoint; the newest, if not given.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the copy; the stack's and -drill, if not given.")] = None,
+    own_classes: Annotated[
+        bool, typer.Option("--own-classes", help="Also where servers are classes of your own image.")
+    ] = False,
+    timeout: Timeout = "15m",
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Try whether a checkpoint can be restored: into a copy of the stack without a driver, which is deleted then."""
+    from gym_operator.plugin.verbs.drill import drill as verb
+    from gym_operator.plugin.views.requests import seconds_of
+
+    seconds = seconds_of("--timeout", timeout)
+    in_cluster(
+        *(kubeconfig, context, namespace),
+        lambda cluster, screen: verb(
+            *(cluster, screen, stack), wanted=wanted, name=name, own_classes=own_classes, seconds=seconds
+        ),
+    )

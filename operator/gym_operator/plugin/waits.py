@@ -22,8 +22,10 @@ async def until_final(
     finals: Collection[str],
     progress: Callable[[Body], str],
     seconds: float,
+    after: str = "it goes on",
 ) -> Body:
-    """The object once its phase is one of `finals`. An API server that is away meanwhile is waited for.
+    """The object once its phase is one of `finals`. An API server that is away meanwhile is waited for. `after`: what
+    becomes of it when it is not waited for any longer.
 
     Raises TookTooLong after `seconds`, Unusable where the object is gone, and OutOfReach.
     """
@@ -43,11 +45,8 @@ async def until_final(
                     return found
                 screen.tell(f"{name}: {progress(found)}")
             if clock() >= until:
-                raise TookTooLong(
-                    f"{kind} {name} is not done after {seconds:.0f} s, and goes on: kubectl get {resource.plural} "
-                    f"{name} -n {cluster.namespace} shows it"
-                )
+                raise TookTooLong(f"{kind} {name} is not done after {seconds:.0f} s: {after}")
             await asyncio.sleep(LOOK_SECONDS)
     except asyncio.CancelledError:
-        screen.tell(f"{name}: not waited for any longer; it goes on")
+        screen.tell(f"{name}: not waited for any longer: {after}")
         raise

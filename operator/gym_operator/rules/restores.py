@@ -107,9 +107,7 @@ def by_labels(
         and not body["metadata"].get("deletionTimestamp")
         and labels.items() <= ((body.get("spec") or {}).get("labels") or {}).items()
     ]
-    good = [body for body in having if entry_of(body).phase == "Succeeded"]
-    if good:
-        newest = max(good, key=lambda body: _age_order(entry_of(body), stack_uid))
+    if (newest := newest_good(having, stack, stack_uid)) is not None:
         return by_checkpoint(newest, newest["metadata"]["name"])
     coming = [body["metadata"]["name"] for body in having if not entry_of(body).over]
     if coming:
@@ -117,6 +115,16 @@ def by_labels(
         return Wait(ConditionReason.CHECKPOINT_NOT_READY, message, patient=True)
     message = f"no GymCheckpoint of stack {stack} that succeeded has {wanted} in spec.labels"
     return Wait(ConditionReason.CHECKPOINT_NOT_FOUND, message, patient=False)
+
+
+def newest_good(bodies: Iterable[Mapping[str, Any]], stack: str, stack_uid: str) -> Mapping[str, Any] | None:
+    """The newest GymCheckpoint of a stack that has succeeded and is not being deleted, None where there is none."""
+    good = [
+        body
+        for body in bodies
+        if (entry := entry_of(body)).stack == stack and entry.phase == "Succeeded" and not entry.deleting
+    ]
+    return max(good, key=lambda body: _age_order(entry_of(body), stack_uid), default=None)
 
 
 def _age_order(entry: Entry, stack_uid: str) -> tuple[bool, tuple[int, int], float, str]:

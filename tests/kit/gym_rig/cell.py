@@ -346,6 +346,7 @@ def rig_settings(
     index: int = 0,
     suffix: str = "",
     cells_file: Path | None = None,
+    identity: StackIdentity = IDENTITY,
     **spec: Any,
 ) -> tuple[dict[str, ServerSettings], str]:
     """The settings of a counter stack's processes, and the root of its checkpoints. `index` is the cell, `suffix` as
@@ -371,8 +372,8 @@ def rig_settings(
     }
     parsed = parse_spec({name: value for name, value in document.items() if value is not None})
     file = str(cells_file) if cells_file is not None else None
-    rendered = render_settings(IDENTITY, parsed, lambda server: f"http://{server}{suffix}", cells_file=file)
-    root = checkpoint_root(parsed.checkpoints.storage, IDENTITY, index) if parsed.checkpoints.storage else ""
+    rendered = render_settings(identity, parsed, lambda server: f"http://{server}{suffix}", cells_file=file)
+    root = checkpoint_root(parsed.checkpoints.storage, identity, index) if parsed.checkpoints.storage else ""
     return {name: ServerSettings.model_validate({**values, "cell": index}) for name, values in rendered.items()}, root
 
 

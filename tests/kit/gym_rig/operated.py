@@ -161,7 +161,7 @@ class OperatedRig:
         return {
             name: body["metadata"]["uid"]
             for (resource, _, name), body in self.kube.objects.items()
-            if resource == PODS and (cell is None or name.endswith(f"-{cell}"))
+            if resource == PODS and _is_ours(body) and (cell is None or name.endswith(f"-{cell}"))
         }
 
     def engines(self) -> dict[str, str]:
@@ -185,10 +185,14 @@ class OperatedRig:
         wanted = {
             f"{body['metadata']['name']}-{index}": body
             for (resource, _, _), body in self.kube.objects.items()
-            if resource == CHILDREN["StatefulSet"] and self.pods_may_start
+            if resource == CHILDREN["StatefulSet"] and self.pods_may_start and _is_ours(body)
             for index in range(body["spec"]["replicas"])
         }
-        pods = {name: body for (resource, _, name), body in self.kube.objects.items() if resource == PODS}
+        pods = {
+            name: body
+            for (resource, _, name), body in self.kube.objects.items()
+            if resource == PODS and _is_ours(body)
+        }
         self._see_to_engines({name: body for name, body in pods.items() if _is_engine(body)})
         present = {name: body for name, body in pods.items() if not _is_engine(body)}
         for name in set(self._containers) - set(present):
@@ -221,7 +225,7 @@ class OperatedRig:
         wanted = {
             f"{body['metadata']['name']}-7d9f-{index:05}": body
             for (resource, _, _), body in self.kube.objects.items()
-            if resource == CHILDREN["Deployment"]
+            if resource == CHILDREN["Deployment"] and _is_ours(body)
             for index in range(body["spec"]["replicas"])
         }
         for name in set(present) - set(wanted):
@@ -457,6 +461,11 @@ class OperatedRig:
         await end_all()
         for cell in self.cells.values():
             cell.give_back()
+
+
+def _is_ours(body: Body) -> bool:
+    """Whether an object is of the stack `local/rig`: others are looked after elsewhere (gym_rig.beside)."""
+    return bool(body["metadata"]["labels"].get(names.STACK_LABEL) == IDENTITY.name)
 
 
 def _is_engine(pod: Body) -> bool:
