@@ -7,8 +7,8 @@ from gym_operator.rules.workloads.common import Manifest, StackContext, child, s
 
 
 def disruption_budget(context: StackContext) -> Manifest:
-    """`<stack>-servers`: nobody evicts a server. A drain waits until its cell has had its last checkpoint. An engine may
-    be evicted: its Deployment brings another one up, and calls go on behind what they had."""
+    """`<stack>-servers`: nobody evicts a server. A drain waits until its cell has had its last checkpoint. An engine
+    may be evicted: its Deployment brings another one up, and calls go on behind what they had."""
     return child(
         context,
         "policy/v1",
