@@ -243,18 +243,24 @@ async def test_k2_data_goes_out_of_a_full_bucket(tmp_path: Path, monkeypatch: py
         assert not said(rig, "DataLeft")
 
 
-@pytest.mark.parametrize("at", [PROPOSAL, CHECKPOINT])
+@pytest.mark.parametrize(("at", "operator_dies"), [(PROPOSAL, False), (CHECKPOINT, False), (CHECKPOINT, True)])
 async def test_k2_one_that_could_not_be_finished_for_want_of_room_goes_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str, operator_dies: bool
 ) -> None:
-    """Storage takes no tombstone either. The record has given it up, so that nobody publishes it once there is
-    room."""
+    """Storage takes no tombstone either. The record gives it up, so that nobody publishes it once there is room; also
+    what an operator that died has left to be published."""
     async with operated(tmp_path, rows(), rate=0.1) as rig:
         await rig.until(rig.in_service, "in service")
         with monkeypatch.context() as bucket:
             fill(bucket, at)
             rig.checkpoint("unwanted", deletionPolicy="Delete", timeouts={"commit": "5s"})
-            await rig.until(lambda: rig.record().get("open", {}).get("givenUp"), "given up")
+            if operator_dies:
+                await rig.reaches("unwanted", "Publishing")
+                rig.kill_operator()
+                rig.start_operator()
+                assert not rig.record()["open"].get("givenUp")
+            else:
+                await rig.until(lambda: rig.record().get("open", {}).get("givenUp"), "given up")
             uri = rig.status(CHECKPOINTS, "unwanted")["uri"]
             assert data({"uri": uri})
             delete(rig, "unwanted")

@@ -25,9 +25,9 @@ from gym_servers.protocol.digests import sha256
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.messages import Blocker
 from gym_servers.storage.cells import settle
-from gym_servers.storage.manifest import Publication
+from gym_servers.storage.manifest import CHECKPOINT, Publication, read_publication
 from gym_servers.storage.removal import hold
-from gym_servers.storage.store import ObjectConflict, ObjectStore, StorageError
+from gym_servers.storage.store import ObjectConflict, ObjectMissing, ObjectStore, StorageError
 
 log = logging.getLogger(__name__)
 
@@ -148,9 +148,14 @@ async def resolve(part: Part, open_store: Callable[[str], ObjectStore], failure:
 
     def conclude() -> Publication:
         store = open_store(uri)
-        with suppress(ObjectConflict):  # held by another object: then it is not removed with this one
+        try:
+            stands = read_publication(store.get(CHECKPOINT))
+        except ObjectMissing:
+            stands = None
+        # Held by another object: then it is not removed with this one. What stands needs no room to be known.
+        with suppress(ObjectConflict if stands is None else StorageError):
             hold(store, part.writer.uid)
-        return settle(store, grave)
+        return settle(store, grave) if stands is None else stands
 
     try:
         landed = await asyncio.to_thread(conclude)

@@ -101,7 +101,7 @@ class Checkpoints:
         self._writers: dict[str, CheckpointWriter] = {}
         self._resolve_due: dict[int, float] = {}
         self._endings: dict[int, tuple[str, str]] = {}
-        self._hindered_since: dict[tuple[str, int], float] = {}
+        self._hindered_since: dict[tuple[str, int, bool, bool], float] = {}
         self._unsettled: dict[tuple[str, int], CheckpointFailed] = {}
         self.among: Sequence[int] = (0,)
         self.origin: phases.Origin | None = None
@@ -185,7 +185,7 @@ class Checkpoints:
         for part in left:
             side = sides[part.index]
             phase = phases.part_of(writer.status, part.index).phase
-            hindered = self._hindered(part, queue.hinders(side.situation, last, unwanted=unwanted))
+            hindered = self._hindered(part, side.situation, queue.hinders(side.situation, last, unwanted=unwanted))
             match queue.next_move(phase, part.id, hindered, side.situation, last=last, unwanted=unwanted):
                 case queue.Take() if not _is_tied(checkpoint):
                     pass  # no data is written before the object is held for it
@@ -195,6 +195,8 @@ class Checkpoints:
                     self._begin(part, taking, side.controller)
                 case queue.Resolve():
                     self._resolve(part)
+                case queue.Forsake() if side.controller is not None:
+                    await side.controller.forsake(part.id)
                 case queue.Fail(reason, message):
                     await self._end(part, parts.Failed(reason, message))
                 case queue.Hold(reason, message) if reason is not None:
@@ -206,9 +208,10 @@ class Checkpoints:
         for part, why, message in held:
             await self._write(writer, _waiting(part, why, message))
 
-    def _hindered(self, part: Part, hindered: bool) -> float:
-        """For how many seconds time has run against a part."""
-        key = (part.writer.uid, part.index)
+    def _hindered(self, part: Part, situation: queue.Situation, hindered: bool) -> float:
+        """For how many seconds time has run against a part, since its cell's record has said of it what it says."""
+        is_open = situation.open_id == part.id
+        key = (part.writer.uid, part.index, is_open, is_open and situation.given_up)
         if not hindered:
             self._hindered_since.pop(key, None)
             return 0.0

@@ -55,6 +55,11 @@ class Resolve:
 
 
 @dataclass(frozen=True)
+class Forsake:
+    """Let the record, which has it open, say that it is not to be published any more."""
+
+
+@dataclass(frozen=True)
 class Hold:
     """Nothing to do yet. `reason` is None where its status says enough."""
 
@@ -70,7 +75,7 @@ class Fail:
     message: str
 
 
-Move = Take | Adopt | Resolve | Hold | Fail
+Move = Take | Adopt | Resolve | Forsake | Hold | Fail
 
 
 def in_order(checkpoints: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -107,7 +112,9 @@ def next_move(
     if phase in OPEN:
         # What the record has open is settled by the cell's controller, which knows what may still be published.
         is_open = situation.open_id == id
-        if unwanted and hindered > PATIENCE_SECONDS and (situation.given_up or not is_open):
+        if unwanted and hindered > PATIENCE_SECONDS:
+            if is_open and not situation.given_up:
+                return Forsake()
             # Nobody publishes it any more: a deletion does not wait for a storage that takes no tombstone.
             return Fail(ConditionReason.DELETED, "the GymCheckpoint was deleted before it was finished")
         return Hold() if is_open else Resolve()

@@ -492,6 +492,18 @@ class CellController:
             await self._save(failures=0, blocked=[], **published_under(left, outcome.digest))
         return outcome
 
+    async def forsake(self, checkpoint_id: str) -> None:
+        """Nobody wants this checkpoint any more: if it is open, it is not to be published. Raises what saving the
+        record raises."""
+
+        def change(record: CellRecord) -> Mapping[str, Any]:
+            left = record.open
+            if left is None or left.checkpoint_id != checkpoint_id:
+                return {}
+            return {"open": left.model_copy(update={"given_up": True})}
+
+        await self._update(change)
+
     async def settle(self, *, reopen: bool = True) -> tuple[Publication, str] | None:
         """Settle the checkpoint that was left open and reopen whoever it closed; what became of it.
 

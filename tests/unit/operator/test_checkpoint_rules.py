@@ -91,7 +91,7 @@ def test_what_to_do_about_the_first(phase: Any, situation: queue.Situation, age:
     assert isinstance(queue.next_move(phase or "Pending", "id", age, situation), move)
 
 
-@pytest.mark.parametrize("phase", phases.OPEN)
+@pytest.mark.parametrize("phase", sorted(phases.OPEN))
 def test_k2_what_was_deleted_waits_for_no_tombstone_for_ever_unless_it_may_still_be_published(phase: Any) -> None:
     publishing = replace(CALM, open_id="id")
     given_up, resolved = replace(publishing, given_up=True), CALM
@@ -100,7 +100,9 @@ def test_k2_what_was_deleted_waits_for_no_tombstone_for_ever_unless_it_may_still
         assert isinstance(queue.next_move(phase, "id", 59.0, situation, unwanted=True), before)
         assert isinstance(queue.next_move(phase, "id", 61.0, situation, unwanted=True), queue.Fail)
         assert isinstance(queue.next_move(phase, "id", 1e6, situation), before), "somebody wants to know"
-    assert isinstance(queue.next_move(phase, "id", 1e6, publishing, unwanted=True), queue.Hold)
+    assert isinstance(queue.next_move(phase, "id", 59.0, publishing, unwanted=True), queue.Hold)
+    assert isinstance(queue.next_move(phase, "id", 61.0, publishing, unwanted=True), queue.Forsake)
+    assert isinstance(queue.next_move(phase, "id", 1e6, publishing), queue.Hold)
     elsewhere = replace(given_up, elsewhere=True)
     assert not queue.hinders(elsewhere, last=False, unwanted=True)
 

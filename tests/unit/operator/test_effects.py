@@ -18,6 +18,7 @@ from gym_operator.api.conditions import ConditionReason
 from gym_operator.api.restore import RestoreStatus
 from gym_operator.api.schedule import ScheduleStatus
 from gym_operator.api.stack import StackStatus
+from gym_operator.effects import checkpoint_part as parts
 from gym_operator.effects import storage as storage_module
 from gym_operator.effects.accesses import Accesses
 from gym_operator.effects.cache import Cache, Key
@@ -56,8 +57,10 @@ from gym_operator.effects.worker import StackWorker
 from gym_operator.rules import checkpoint_phases as phases
 from gym_operator.rules.workloads import StackContext
 from gym_rig.fake_kube import FakeKube
+from gym_servers.coordination.checkpoint import Request, tombstone
 from gym_servers.coordination.record import CellRecord, OpenCheckpoint, Pin, Stage
 from gym_servers.stack.spec import StorageSpec
+from gym_servers.storage.cells import settle
 from gym_servers.storage.directory import DirectoryStore
 from gym_servers.storage.s3_access import S3Access, S3Credentials
 from gym_servers.storage.store import StorageError, StorageProblem
@@ -230,6 +233,26 @@ async def test_k13_two_cells_write_their_parts_at_the_same_time_and_none_is_lost
     await asyncio.gather(writer.write(part(0)), writer.write(part(1)))
     cells = kube.objects[CHECKPOINTS, NS, "one"]["status"]["cells"]
     assert [cell["uri"] for cell in cells] == ["s3://b/0", "s3://b/1"]
+
+
+async def test_k2_what_was_published_is_known_also_once_the_bucket_is_full(
+    kube: FakeKube, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = kube.put(CHECKPOINTS, NS, {"metadata": {"name": "one"}, "spec": {}})
+    writer, which, at = CheckpointWriter(kube, body), phases.Which(0), phases.At(1, 1.8e9)
+    await writer.put(phases.under_way(writer.status, which, "Preparing", "id", str(tmp_path), 0, (), {}, at))
+    request = Request("id", "one", str(tmp_path), STACK_UID, 0, 0, 1, {})
+    wanted = tombstone(request, "", 1.8e9).model_copy(update={"state": "published"})
+    settle(DirectoryStore(tmp_path), wanted)
+
+    def full(store: DirectoryStore, key: str, data: bytes) -> None:
+        raise StorageError("the bucket is full", StorageProblem.FULL)
+
+    monkeypatch.setattr(DirectoryStore, "create", full)
+    part = parts.Part(writer, 0, (0,), "id", lambda: 1.8e9)
+    end = await parts.resolve(part, lambda uri: DirectoryStore(Path(uri)), None)
+    assert isinstance(end, parts.Published)
+    assert end.publication == wanted
 
 
 # ---- children ---------------------------------------------------------------------------------------------
