@@ -10,6 +10,7 @@ of your own: the same steps always do the same.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from hypothesis import strategies as st
@@ -313,8 +314,9 @@ class Faults(RuleBasedStateMachine):
         then: float,
     ) -> None:
         """`numbered`: a resume under the cell's attempt, as of a predecessor that was putting these very processes
-        into service. Nobody else has reserved a number for them."""
+        into service, and names each. Nobody else has reserved a number for them."""
         more: dict[str, Any] = {}
+        meant: dict[str, str] = {}
         if verb == "commit":
             live = sorted(self.world.rig.participant("env")._live)
             more = {
@@ -323,8 +325,8 @@ class Faults(RuleBasedStateMachine):
                 "background": background,
             }
         elif verb == "resume" and numbered and self._being_started(who):
-            more = {"cell_attempt": self.world.record.attempt}
-        self._verb(who, verb, which, seconds, then, **more)
+            more, meant = {"cell_attempt": self.world.record.attempt}, self._pinned()
+        self._verb(who, verb, which, seconds, then, meant, **more)
 
     @rule(who=st.sampled_from(["counter", "counter", "agent", "env"]), seconds=DEADLINES, then=MOMENTS)
     def foreign_prepare_meets_work(self, who: str, seconds: float, then: float) -> None:
@@ -389,6 +391,7 @@ class Faults(RuleBasedStateMachine):
             "f3",
             5.0,
             then,
+            self._pinned() if being is not None else None,
             checkpoint_dir=uri,
             episode_ids=json.loads(self.world.watch.published[uri])["episodes"],
             cell_attempt=record.attempt if being is not None else max(0, record.attempt - 1),
@@ -401,10 +404,24 @@ class Faults(RuleBasedStateMachine):
             for name in (SERVERS if who == "all" else (who,))
         )
 
-    def _verb(self, who: str, verb: str, which: str, seconds: float, then: float, **more: Any) -> None:
+    def _pinned(self) -> dict[str, str]:
+        """Which processes a coordinator of this record means: another one may be at the address when a verb arrives."""
+        return {name: pin.session for name, pin in self.world.record.pins.items()}
+
+    def _verb(
+        self,
+        who: str,
+        verb: str,
+        which: str,
+        seconds: float,
+        then: float,
+        meant: Mapping[str, str] | None = None,
+        **more: Any,
+    ) -> None:
         body = {"checkpoint_id": self._id(which), "deadline_ts": self.world.loop.time() + seconds, **more}
         for name in SERVERS if who == "all" else (who,):
-            self.world.verb(name, verb, body)
+            session = {"session": meant[name]} if meant and name in meant else {}
+            self.world.verb(name, verb, {**body, **session})
         self.passes(then)
 
     def _id(self, which: str) -> str:

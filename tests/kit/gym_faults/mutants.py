@@ -43,6 +43,12 @@ MUTANTS = (
         "if False:",
     ),
     Mutant(
+        "a verb opens the process after the one it was meant for",
+        "control/plane.py",
+        "if session is not None and session != self.author.session:",
+        "if False:",
+    ),
+    Mutant(
         "a restore does not look again after reading",
         "control/plane.py",
         "judge(self.gate.control, Input.RESTORE, request.checkpoint_id)\n                self.gate.fence",
