@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import yaml
 
 from gym_operator.effects.kube import CHECKPOINTS, PODS, RESTORES, SECRETS, STACKS, KubeError, Resource
 from gym_operator.plugin.cluster import Cluster, UserKube
@@ -18,14 +19,17 @@ from gym_operator.plugin.screen import Output, Screen
 from gym_operator.plugin.sources import by_name, by_place, opened
 from gym_operator.plugin.verbs.checkpoint import checkpoint
 from gym_operator.plugin.verbs.checkpoints import checkpoints
+from gym_operator.plugin.verbs.drill import drill
 from gym_operator.plugin.verbs.inspect import inspect
 from gym_operator.plugin.verbs.logs import Wanted, logs
 from gym_operator.plugin.verbs.restore import restore
 from gym_operator.plugin.verbs.status import status
 from gym_operator.plugin.verbs.verify import verify
+from gym_rig.beside import beside
 from gym_rig.cell import IDENTITY
 from gym_rig.fake_kube import FakeKube
 from gym_rig.operated import OperatedRig, operated
+from gym_rig.rights import Rights
 from gym_rig.virtual import now
 from gym_servers.engine.rows import counter_rows
 from gym_servers.participants.base import Survey
@@ -137,7 +141,7 @@ async def test_a_checkpoint_is_taken_and_waited_for(tmp_path: Path) -> None:
         shown = Page()
         await checkpoints(cluster_of(rig), shown, STACK, Output.TABLE)
         assert [line[:2] for line in shown.lines[1:]] == [["one", "Succeeded"]]
-        assert shown.lines[1][-1] == "step=7"
+        assert shown.lines[1][-2:] == ["step=7", "-"]
 
 
 async def test_a_name_is_made_where_none_is_given_and_one_that_is_taken_is_told(tmp_path: Path) -> None:
@@ -493,6 +497,76 @@ async def test_a_stack_without_pods_has_no_logs(tmp_path: Path) -> None:
         await rig.until(lambda: rig.status().get("phase") == "Suspended", "suspended")
         with pytest.raises(Unusable, match="stack rig has no pods: kubectl gym status rig says why"):
             await logs(cluster_of(rig), Page(), STACK, Wanted(), follow=False)
+
+
+# ---- rights -------------------------------------------------------------------------------------------------
+
+
+class AsUser:
+    """The API server as somebody with a role sees it; the operator has its own way."""
+
+    def __init__(self, rig: OperatedRig, rights: Rights) -> None:
+        self._kube, self._rights = rig.kube, rights
+
+    def _permit(self, verb: str, resource: Resource, name: str = "") -> None:
+        if not self._rights(verb, resource, name):
+            raise KubeError(403, f"may not {verb} {resource.plural}")
+
+    async def get(self, resource: Resource, namespace: str, name: str) -> Any:
+        self._permit("get", resource, name)
+        return await self._kube.get(resource, namespace, name)
+
+    async def list_all(self, resource: Resource, namespace: str, selector: str = "") -> Any:
+        self._permit("list", resource)
+        return await self._kube.list_all(resource, namespace, selector)
+
+    async def changes(self, resource: Resource, namespace: str, since: int) -> Any:
+        self._permit("watch", resource)
+        return await self._kube.changes(resource, namespace, since)
+
+    async def create(self, resource: Resource, namespace: str, body: Any) -> Any:
+        self._permit("create", resource, body["metadata"]["name"])
+        return await self._kube.create(resource, namespace, body)
+
+    async def delete(self, resource: Resource, namespace: str, name: str, uid: str) -> None:
+        self._permit("delete", resource, name)
+        await self._kube.delete(resource, namespace, name, uid)
+
+    async def log(self, namespace: str, pod: str, *arguments: Any, **options: Any) -> AsyncIterator[bytes]:
+        self._permit("get", PODS._replace(plural="pods/log"), pod)
+        async for line in self._kube.log(namespace, pod, *arguments, **options):
+            yield line
+
+
+def documented_role() -> Any:
+    text = (Path(__file__).parents[2] / "docs" / "kubectl-gym.md").read_text()
+    (block,) = [part for part in text.split("```yaml\n")[1:] if "kind: Role\n" in part.partition("```")[0]]
+    return yaml.safe_load(block.partition("```")[0])
+
+
+async def test_the_documented_role_is_enough_for_every_verb_and_holds_nothing_else(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig, beside(rig, "rig-drill"):
+        await at_work(rig)
+        rights = Rights(documented_role()["rules"])
+        cluster = Cluster(cast("UserKube", AsUser(rig, rights)), IDENTITY.namespace, now)
+        page = Page()
+        asked: dict[str, Any] = {"name": "one", "labels": [], "stop_after": False, "wait": 300.0}
+        await checkpoint(cluster, page, STACK, **asked)
+        watch = asyncio.create_task(status(cluster, Page(), STACK, Output.TABLE, watch=True))
+        await checkpoints(cluster, page, STACK, Output.TABLE)
+        await verify(page, "one", await by_name(cluster, "one"), Output.TABLE)
+        say(rig, "rig-agent-0", "here")
+        await logs(cluster, page, STACK, Wanted("agent"), follow=False)
+        await drill(cluster, page, STACK, wanted=None, name=None, own_classes=False, seconds=120.0)
+        await restore(cluster, page, STACK, "one", digest=None, name="back", wait=300.0)
+        with pytest.raises(Unusable):
+            await cluster.stack("nobody")
+        rig.kube.put(SECRETS, IDENTITY.namespace, {"metadata": {"name": "gym-s3"}})
+        await opened(cluster, StorageSpec.parse({"s3": {**S3, "credentialsSecret": "gym-s3"}}))
+        watch.cancel()
+        await asyncio.wait([watch])
+        assert rights.refused == set()
+        assert rights.used == rights.granted
 
 
 # ---- what goes wrong ----------------------------------------------------------------------------------------

@@ -47,10 +47,10 @@ def _entry(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tables_of(document: Document, now: float, *, wide: bool) -> list[Table]:
-    """`now` in Unix seconds; `wide`: also what it was called by, where it is, and why."""
-    headings = ["CHECKPOINT", "PHASE", "AGE", "EPISODES", "SIZE", "PAUSE", "LABELS"]
+    """`now` in Unix seconds; `wide`: also where it is, and what becomes of its data."""
+    headings = ["CHECKPOINT", "PHASE", "AGE", "EPISODES", "SIZE", "PAUSE", "LABELS", "REASON"]
     if wide:
-        headings += ["DATA", "REASON", "PLACES"]
+        headings += ["DATA", "PLACES"]
     return [Table(headings, [_row(each, now, wide) for each in document["checkpoints"]])]
 
 
@@ -64,9 +64,10 @@ def _row(entry: Document, now: float, wide: bool) -> list[str]:
         size(entry["bytes"]) if done else "",
         "" if pause is None else f"{pause:.1f}s",
         ",".join(f"{key}={value}" for key, value in sorted(entry["labels"].items())),
+        "" if done else entry.get("reason", ""),
     ]
     if wide:
-        row += [entry["deletionPolicy"], entry.get("reason", ""), ",".join(p["uri"] for p in entry["places"])]
+        row += [entry["deletionPolicy"], ",".join(p["uri"] for p in entry["places"])]
     return row
 
 
