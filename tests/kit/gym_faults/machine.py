@@ -405,7 +405,7 @@ class Faults(RuleBasedStateMachine):
         )
 
     def _pinned(self) -> dict[str, str]:
-        """Which processes a coordinator of this record means: another one may be at the address when a verb arrives."""
+        """Which processes a coordinator of this record means: others may be there when a verb arrives."""
         return {name: pin.session for name, pin in self.world.record.pins.items()}
 
     def _verb(
