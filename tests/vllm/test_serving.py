@@ -30,7 +30,8 @@ pytestmark = pytest.mark.timeout(2400)  # the first waits for the engine to star
 
 WORDS = "add 5 then add 6 then add 7 then get the count"
 CHAT: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": WORDS}], "tools": CHAT_TOOLS}
-LONG = {**CHAT, "max_tokens": 600, "ignore_eos": True}
+LONG_TOKENS = 960  # of the 1024 that there are: a generation that lasts until somebody looks at it
+LONG = {**CHAT, "max_tokens": LONG_TOKENS, "ignore_eos": True}
 
 
 class Served(LocalRun):
@@ -125,7 +126,7 @@ async def test_openai_s_client_gets_a_chat_piece_by_piece(engine: Engine, folder
 
 
 async def test_a_piece_is_sent_while_its_generation_stands_in_its_middle(engine: Engine, folder: Path) -> None:
-    long = {**CHAT, "max_tokens": 600, "extra_body": {"ignore_eos": True}}
+    long = {**CHAT, "max_tokens": LONG_TOKENS, "extra_body": {"ignore_eos": True}}
     async with served(folder, engine) as run, client(run, "early") as early:
 
         async def first_piece() -> str:
@@ -168,7 +169,7 @@ async def test_a_model_server_that_dies_leaves_nothing_running_in_the_engine(eng
         print(f"the engine has stopped {time.monotonic() - killed:.2f} s after the kill")
         assert await stands_still(engine)
         (stream,) = [one for one in engine.generated() if one.key == "x"]
-        assert len(stream.ids) < 600
+        assert len(stream.ids) < LONG_TOKENS
 
 
 async def test_a_stream_of_a_replaced_attempt_is_stopped_though_its_reader_stands(
@@ -178,7 +179,7 @@ async def test_a_stream_of_a_replaced_attempt_is_stopped_though_its_reader_stand
     async with served(folder, engine) as run, http() as asking:
         identity = run.runner.host._settings["policy"]["stack"]
         mine = cell_folder(StackIdentity.model_validate(identity), 0)
-        body = {"model": NAME, "prompt": [5, 6, 7], "max_tokens": 900, "ignore_eos": True, "stream": True}
+        body = {"model": NAME, "prompt": [5, 6, 7], "max_tokens": LONG_TOKENS, "ignore_eos": True, "stream": True}
         body |= {"return_token_ids": True, "logprobs": 0}
         named = {headers.TICKET: "kept", headers.ENGINE_ATTEMPT: f"{mine};0", "x-request-id": "kept/1.1"}
         kept = asyncio.ensure_future(asking.post(f"{engine.url}/v1/completions", json=body, headers=named))
@@ -229,7 +230,7 @@ async def test_c14_versions_that_a_trainer_tells_vllm_are_of_the_tokens_sampled_
         (await call).raise_for_status()
         assert await versions(run, engine, "w") == [
             {"version": "step-1", "start": 0, "end": before},
-            {"version": "step-2", "start": before, "end": 600},
+            {"version": "step-2", "start": before, "end": LONG_TOKENS},
         ]
 
 
