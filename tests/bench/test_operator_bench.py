@@ -30,6 +30,7 @@ async def test_a_small_cluster_is_measured(tmp_path: Path, monkeypatch: pytest.M
         assert point.s3_requests == 0, "suspended stacks leave their storage alone"
         assert {call.partition(" ")[0] for call in point.calls} <= {"watch"}, "nothing else is asked for at rest"
         assert point.start_calls < 40 * options.stacks
+        assert point.start_s3_requests == 0, "the operator before has tried every storage: memory can be compared"
     found = document(options, points, {"cpus": 2.0, "load_before": 0.0, "load_after": 0.0})
     assert found["ratios"]["history"] == 10.0
     assert "change of a spec to its status, p99" in table(found)

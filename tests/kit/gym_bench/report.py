@@ -15,7 +15,8 @@ from gym_bench.process import MIB
 @dataclass(frozen=True)
 class Point:
     """The operator beside so many finished checkpoints. Memory in MiB, times in seconds, `calls` and `s3_requests`
-    are per minute at rest; `reconcile` are the times from a change of a spec to the status that speaks of it."""
+    are per minute at rest, `start_calls` and `start_s3_requests` are those from the start until every stack was
+    looked at; `reconcile` are the times from a change of a spec to the status that speaks of it."""
 
     checkpoints: int
     rss_started: float
@@ -25,6 +26,7 @@ class Point:
     ready_seconds: float
     all_seen_seconds: float
     start_calls: int
+    start_s3_requests: int
     cpu_start_seconds: float
     cpu_per_minute: float
     calls: Mapping[str, float]
@@ -90,6 +92,7 @@ def table(found: Mapping[str, Any]) -> str:
         ("start until ready", [f"{each['ready_seconds']:.1f} s" for each in points]),
         ("start until every stack was looked at", [f"{each['all_seen_seconds']:.1f} s" for each in points]),
         ("API calls of the start", [f"{each['start_calls']}" for each in points]),
+        ("S3 requests of the start", [f"{each['start_s3_requests']}" for each in points]),
         ("CPU of the start", [f"{each['cpu_start_seconds']:.1f} s" for each in points]),
         ("CPU per minute at rest", [f"{each['cpu_per_minute']:.2f} s" for each in points]),
         ("API calls per minute at rest", [f"{each['calls_per_minute']:.0f}" for each in points]),

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from gym_bench import objects
+from gym_bench.measure import in_order
 from gym_bench.options import Options, from_environment
 from gym_bench.process import parse
 from gym_bench.report import Point, document, per_minute, percentile, table
@@ -30,6 +31,7 @@ POINT = Point(
     ready_seconds=1.0,
     all_seen_seconds=2.0,
     start_calls=100,
+    start_s3_requests=0,
     cpu_start_seconds=1.5,
     cpu_per_minute=0.2,
     calls={"watch pods": 3.0},
@@ -108,6 +110,20 @@ def test_what_is_measured_is_what_the_operator_reads() -> None:
     GymCheckpoint.parse(body)
     entry = entry_of(body)
     assert (entry.final, entry.schedule_uid, entry.parts[0].order) == (True, "schedule-uid", (1, 3))
+
+
+@pytest.mark.parametrize(
+    ("observed", "proved", "proved_for", "wanted"),
+    [(2, "True", 2, True), (1, "True", 1, False), (2, "True", 1, False), (2, "Unknown", 2, False)],
+)
+def test_a_stack_is_in_order_once_the_storage_of_its_spec_was_tried(
+    observed: int, proved: str, proved_for: int, wanted: bool
+) -> None:
+    """What was found for the spec before does not count: the next operator would try it, beside what is measured."""
+    condition = {"type": "StorageReady", "status": proved, "observedGeneration": proved_for}
+    body = {"metadata": {"generation": 2}, "status": {"observedGeneration": observed, "conditions": [condition]}}
+    assert in_order(body) is wanted
+    assert not in_order({"metadata": {"generation": 1}})
 
 
 @pytest.mark.parametrize(
