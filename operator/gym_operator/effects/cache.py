@@ -5,6 +5,7 @@ Whoever writes does so on a resource version, so acting on an old view costs a c
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
@@ -26,11 +27,17 @@ class Key(NamedTuple):
 
 
 def key_of(body: Mapping[str, Any]) -> Key:
-    return Key(body["metadata"]["namespace"], body["metadata"]["name"])
+    return Key(sys.intern(body["metadata"]["namespace"]), body["metadata"]["name"])
 
 
 def version_of(body: Mapping[str, Any]) -> int:
     return int(body["metadata"].get("resourceVersion") or 0)
+
+
+def lean(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """An object without what only an API server reads, which may be more than all the rest."""
+    metadata = {name: value for name, value in body["metadata"].items() if name != "managedFields"}
+    return {**body, "metadata": metadata}
 
 
 def stack_of(checkpoint: Mapping[str, Any]) -> Key:

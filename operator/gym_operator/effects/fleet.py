@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Final
 
 from gym_operator.api import names
-from gym_operator.effects.cache import Key, key_of, stack_of, version_of
+from gym_operator.effects.cache import Key, key_of, lean, stack_of, version_of
 from gym_operator.effects.checkpoints import writer_for
 from gym_operator.effects.disposal import Disposal
 from gym_operator.effects.events import Level, Subject
@@ -104,7 +104,7 @@ class Fleet:
 
     def _is(self, resource: Resource, deleted: bool, body: Mapping[str, Any]) -> None:
         """An object is so, whoever says so."""
-        self._tellers[resource](deleted, body)
+        self._tellers[resource](deleted, lean(body))
 
     def _stack_is(self, deleted: bool, body: Mapping[str, Any]) -> None:
         if deleted:

@@ -31,7 +31,7 @@ from gym_operator.api import names
 REQUEST_SECONDS: Final = 15.0
 CONNECT_SECONDS: Final = 5.0
 TIMEOUT: Final = aiohttp.ClientTimeout(total=REQUEST_SECONDS, connect=CONNECT_SECONDS)
-PAGE: Final = 250
+PAGE: Final = 50
 """Objects in one answer to a list: of thousands, not all are held in memory at once."""
 CHANGES_SECONDS: Final = 1
 """How long the API server goes on telling what happened: the shortest there is, since it is asked for the past."""

@@ -97,11 +97,13 @@ class Schedules:
         this rests on: a watch that lags behind would let two of them overlap."""
         namespace, stack = schedule.metadata.namespace, schedule.spec.template.spec.stack_ref.name
         selector = f"{names.SCHEDULE_UID_LABEL}={schedule.metadata.uid}"
-        children = await self._kube.list_all(CHECKPOINTS, namespace, selector)
+        children: list[Mapping[str, Any]] = []
+        async for page in self._kube.pages(CHECKPOINTS, namespace, selector):
+            children += [rules.in_short(child) for child in page.items]
         found = None
         with suppress(NotFound):
             found = await self._kube.get(STACKS, namespace, stack)
-        move = rules.next_move(schedule, times, now, children.items, rules.obstacle_of(found, stack))
+        move = rules.next_move(schedule, times, now, children, rules.obstacle_of(found, stack))
         match move:
             case rules.Make(time):
                 return await self._make(schedule, time)

@@ -13,7 +13,7 @@ from typing import Any
 import kopf
 
 from gym_operator.api import names
-from gym_operator.effects.kube import NODES, Resource
+from gym_operator.effects.kube import NODES, PAGE, Resource
 from gym_operator.effects.resync import WATCHED
 from gym_operator.handlers.login import connection_info
 
@@ -63,12 +63,12 @@ def set_up(settings: kopf.OperatorSettings, *, cluster_wide: bool) -> None:
     settings.watching.connect_timeout = 10
     settings.watching.inactivity_timeout = 70  # seconds; bookmarks come each minute
     settings.watching.reconnect_backoff = 0.1
-    settings.watching.chunk_size = 250  # objects of a list that are in memory at once
+    settings.watching.chunk_size = PAGE
     settings.watching.label_selectors["v1", "pods"] = names.STACK_LABEL  # other pods are not even sent to us
     settings.networking.request_timeout = 30
     settings.networking.connect_timeout = 10
     settings.networking.error_backoffs = Backoffs()
-    settings.queueing.idle_timeout = 1.0  # seconds; a task and a queue for each object, thousands at the start
+    settings.queueing.idle_timeout = 0.1  # seconds; meanwhile it holds a task, a queue and the object: thousands
     settings.scanning.disabled = not cluster_wide  # a namespaced role may not list CRDs and namespaces
     settings.process.ultimate_exiting_timeout = None  # it would end the whole process where its own thread hangs
     settings.persistence.finalizer = names.FINALIZER  # none is ever added; should one be, it has our name

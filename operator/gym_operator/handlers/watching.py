@@ -104,6 +104,7 @@ class Watching:
             clusterwide=not self._namespaces,
             namespaces=self._namespaces,
             stop_flag=flag,
+            memo=(),  # it keeps a copy for every object there is, and nobody reads it
         )
 
 

@@ -95,18 +95,20 @@ def by_checkpoint(body: Mapping[str, Any] | None, name: str) -> Found | Wait | R
     return Found(tuple(places))
 
 
+def has_labels(body: Mapping[str, Any], labels: Mapping[str, str], stack: str) -> bool:
+    """Whether a GymCheckpoint of the stack has them in its spec, and stays."""
+    spec = body.get("spec") or {}
+    of = str((spec.get("stackRef") or {}).get("name") or "")
+    stays = not body["metadata"].get("deletionTimestamp")
+    return of == stack and stays and labels.items() <= (spec.get("labels") or {}).items()
+
+
 def by_labels(
     bodies: Iterable[Mapping[str, Any]], labels: Mapping[str, str], stack: str, stack_uid: str
 ) -> Found | Wait | Refuse:
     """The newest checkpoint of a stack that has these labels in its spec."""
     wanted = ", ".join(f"{key}: {value}" for key, value in sorted(labels.items()))
-    having = [
-        body
-        for body in bodies
-        if entry_of(body).stack == stack
-        and not body["metadata"].get("deletionTimestamp")
-        and labels.items() <= ((body.get("spec") or {}).get("labels") or {}).items()
-    ]
+    having = [body for body in bodies if has_labels(body, labels, stack)]
     if (newest := newest_good(having, stack, stack_uid)) is not None:
         return by_checkpoint(newest, newest["metadata"]["name"])
     coming = [body["metadata"]["name"] for body in having if not entry_of(body).over]

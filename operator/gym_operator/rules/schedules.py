@@ -59,6 +59,12 @@ def due(schedule: GymCheckpointSchedule, times: Times, now: float) -> float | No
     return None if schedule.spec.suspend else times.latest(dealt_with(schedule), now)
 
 
+def in_short(child: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of a GymCheckpoint what `next_move` asks for: a schedule may have thousands."""
+    phase = (child.get("status") or {}).get("phase")
+    return {"metadata": {"name": child["metadata"]["name"]}, "status": {"phase": phase}}
+
+
 def next_move(
     schedule: GymCheckpointSchedule,
     times: Times,

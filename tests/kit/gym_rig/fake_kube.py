@@ -15,7 +15,18 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from gym_operator.api.objects import format_time
-from gym_operator.effects.kube import EVENTS, PODS, Body, Changes, Conflict, KubeError, Listing, NotFound, Resource
+from gym_operator.effects.kube import (
+    EVENTS,
+    PAGE,
+    PODS,
+    Body,
+    Changes,
+    Conflict,
+    KubeError,
+    Listing,
+    NotFound,
+    Resource,
+)
 
 WRITES = frozenset({"create", "replace", "replace_status", "delete"})
 Watcher = Callable[[Resource, bool, Body], None]
@@ -52,7 +63,8 @@ class FakeKube:
         return Listing(items, next(self._versions))
 
     async def pages(self, resource: Resource, namespace: str | None, selector: str = "") -> AsyncIterator[Listing]:
-        yield await self.list_all(resource, namespace, selector)
+        for page in _pages(await self.list_all(resource, namespace, selector)):
+            yield page
 
     async def changes(self, resource: Resource, namespace: str | None, since: int, selector: str = "") -> Changes:
         self._alive()
@@ -195,6 +207,11 @@ class FakeKube:
             raise KubeError(0, "the API server does not answer")
 
 
+def _pages(whole: Listing) -> list[Listing]:
+    starts = range(0, max(1, len(whole.items)), PAGE)
+    return [Listing(whole.items[start : start + PAGE], whole.version) for start in starts]
+
+
 def _copied(body: Body) -> Body:
     """As it comes out at the other end of a wire: nobody has the same object, and all of it is plain JSON."""
     copied: Body = json.loads(json.dumps(body))
@@ -223,7 +240,8 @@ class Session:
         self._left, self._after = write, after
 
     async def pages(self, *arguments: Any) -> AsyncIterator[Listing]:
-        yield await self.list_all(*arguments)
+        for page in _pages(await self.list_all(*arguments)):
+            yield page
 
     def __getattr__(self, name: str) -> Any:
         call = getattr(self._kube, name)
