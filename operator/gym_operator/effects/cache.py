@@ -77,14 +77,15 @@ class Objects:
 
 
 class Cache:
-    """The objects by key. `transport` learns which addresses answer. `entry_changes` counts changes of what
-    `entries` gives, as `Objects.changes` does."""
+    """The objects by key. `sees_all`: all there is in the whole cluster was told once. `transport` learns which
+    addresses answer. `entry_changes` counts changes of what `entries` gives, as `Objects.changes` does."""
 
     def __init__(self, transport: PodTransport) -> None:
         self.stacks: dict[Key, Mapping[str, Any]] = {}
         self.checkpoints: dict[Key, Mapping[str, Any]] = {}
         self.schedules = Objects()
         self.restores = Objects()
+        self.sees_all = False
         self.entry_changes = 0
         self._entries: dict[Key, Entry] = {}
         self._finished: dict[str, None] = {}

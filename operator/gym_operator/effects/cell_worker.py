@@ -28,6 +28,7 @@ from gym_operator.effects.storage import StackStorage
 from gym_operator.rules import rollouts
 from gym_operator.rules.drain import BEGUN, drain, drain_told, running_in
 from gym_operator.rules.observed import CellSeen
+from gym_operator.rules.unasked import PREFIXES, SCALE_DOWN
 from gym_servers.coordination import decide
 from gym_servers.coordination.cell_host import CellSettings, View
 from gym_servers.coordination.controller import CellController
@@ -57,10 +58,6 @@ LEAVING_SILENT_SECONDS: Final = 3.0
 """A server that is about to be ended and does not answer for so long counts as ended: no checkpoint waits for it."""
 SILENT_SECONDS: Final = 5.0
 """A server that does not answer for so long is worth a condition."""
-LAST_NAME: Final = "scale-down"
-"""How the last checkpoint of a cell that is to go is called: no GymCheckpoint asked for it."""
-LAST_PREFIX: Final = f"{LAST_NAME}_"
-"""How its id begins: no GymCheckpoint's can, whose name has no such character."""
 
 
 @dataclass(frozen=True)
@@ -307,7 +304,7 @@ class CellWorker:
     def _came_back(self) -> bool:
         """Whether it was to go, had stopped for that, and is to stay after all."""
         stopped = self.record.stopped if self.record is not None else None
-        return stopped is not None and stopped.checkpoint_id.startswith(LAST_PREFIX)
+        return stopped is not None and stopped.checkpoint_id.startswith(PREFIXES[SCALE_DOWN])
 
     async def _know(self) -> None:
         """After another operator was at work: what stands of the cell, from the API server itself. Neither the record
@@ -443,7 +440,7 @@ class CellWorker:
 
     async def _take_last(self, controller: CellController, leaving: Leaving) -> None:
         try:
-            await take_last(controller, self._p.checkpoints, self.index, LAST_NAME, LAST_PREFIX)
+            await take_last(controller, self._p.checkpoints, self.index, SCALE_DOWN)
         except FAILURES as error:
             leaving.text = f"stopped without a last checkpoint: {error}"
         else:

@@ -1,5 +1,5 @@
 """Removes what a stack's checkpoints have left in its bucket and nobody can use any more: records of those that were
-given up, and tokens that were staged for a cut.
+given up, tokens that were staged for a cut, and last checkpoints that the operator took of its own accord.
 
 Nothing is looked for again and again. Whatever is begun shows in a cell's record and is looked after when it is over;
 what operators before this one have left is listed once. Of staged tokens there are never many: they are listed anew.
@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from gym_operator.effects.kube import KubeError
+from gym_operator.effects.unasked import Unasked
 from gym_operator.rules.disposal import LONGEST_WRITE_SECONDS, SAFE_SECONDS
 from gym_servers.coordination.record import CellRecord
 from gym_servers.storage import leftovers
@@ -49,8 +51,10 @@ class Leftovers:
         open_store: Callable[[str], ObjectStore],
         owner: Owner,
         wall: Callable[[], float],
+        unasked: Unasked,
     ) -> None:
         self._open_store, self._owner, self._wall = open_store, owner, wall
+        self._unasked = unasked
         self._cells: dict[int, _Cell] = {}
         self._next = wall() + SWEEP_SECONDS
         self._sweep: asyncio.Task[None] | None = None
@@ -65,6 +69,7 @@ class Leftovers:
         storage is `usable`. `root` is the stack's folder."""
         for index, (record, place) in cells.items():
             self._follow(index, record, place)
+            self._unasked.follow(index, record, place)
         if usable and self._wall() >= self._next and (self._sweep is None or self._sweep.done()):
             self._next = self._wall() + SWEEP_SECONDS
             self._sweep = asyncio.create_task(self._run(root))
@@ -84,7 +89,8 @@ class Leftovers:
             await asyncio.to_thread(lambda: check_deletable(self._open_store(root), self._owner))
             for cell in self._cells.values():
                 removed += await self._staged(cell) + await self._given_up(cell)
-        except (StorageError, NotOurs) as error:
+            removed += await self._unasked.sweep()
+        except (KubeError, StorageError, NotOurs, ValueError) as error:
             log.info("leftovers of stack %s/%s: %s", self._owner.namespace, self._owner.name, error)
         except Exception:
             log.exception("leftovers of stack %s/%s cannot be removed", self._owner.namespace, self._owner.name)

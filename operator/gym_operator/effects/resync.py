@@ -67,6 +67,7 @@ class Resync:
             if isinstance(result, BaseException):
                 raise result
         self.complete.set()
+        self._cache.sees_all = None in self._namespaces
 
     async def _ask(self, resource: Resource, namespace: str | None) -> None:
         place = (resource, namespace)

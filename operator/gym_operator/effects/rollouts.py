@@ -14,6 +14,7 @@ from gym_operator.effects.checkpoints import Checkpoints
 from gym_operator.effects.kube_host import KubeCellHost
 from gym_operator.effects.last_checkpoint import FAILURES, take_last
 from gym_operator.rules import rollouts as rules
+from gym_operator.rules.unasked import ROLL_OUT
 from gym_servers.coordination.checkpoint import CheckpointFailed
 from gym_servers.coordination.controller import CellController
 from gym_servers.coordination.terms import NOT_BEGUN
@@ -66,9 +67,7 @@ class Rollout:
 
     async def _take(self, controller: CellController, reason: str) -> None:
         try:
-            await take_last(
-                controller, self._checkpoints, self._index, rules.NAME, f"{rules.NAME}-", replacing=reason
-            )
+            await take_last(controller, self._checkpoints, self._index, ROLL_OUT, replacing=reason)
         except FAILURES as error:
             if isinstance(error, CheckpointFailed) and error.reason in NOT_BEGUN:
                 return  # another one came first, and is let end

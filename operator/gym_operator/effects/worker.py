@@ -32,6 +32,7 @@ from gym_operator.effects.services import Services
 from gym_operator.effects.stack_pods import StackPods
 from gym_operator.effects.status_writers import Gone, StackWriter, Superseded
 from gym_operator.effects.storage import StackStorage
+from gym_operator.effects.unasked import Unasked
 from gym_operator.rules.cell_record import how_to_go_on, stopped_by
 from gym_operator.rules.checkpoint_phases import Origin
 from gym_operator.rules.checkpoint_queue import Obstacle, Situation
@@ -111,7 +112,9 @@ class StackWorker:
         self._checkpoints = Checkpoints(services, key, self._storage.open, self._wake_cell)
         self._adoptions = Adoptions(services, key, self._storage.open, self.wake)
         self._restores = Restores(services, key, uid, self._storage.open, self.wake, self._wake_cell)
-        self._leftovers = Leftovers(self._storage.open, owner, services.wall)
+        self._leftovers = Leftovers(
+            self._storage.open, owner, services.wall, Unasked(services, self._subject, self._storage.open)
+        )
         self._last = LastCheckpoints(services, key, self._storage.open, self.wake)
         self._parts = Parts(
             services, self._subject, self._writer, self._pods, self._storage, self._checkpoints, self._restores

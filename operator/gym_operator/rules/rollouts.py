@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from gym_operator.rules.pod_state import PodState
+from gym_operator.rules.unasked import ROLL_OUT
 from gym_servers.coordination.record import CellRecord, Stage
 
-NAME: Final = "roll-out"
-"""How the last checkpoint before a replacement is called: no GymCheckpoint asked for it."""
 TRIES: Final = 4
 """Last checkpoints of a cell that can wait: by default, rollouts that hold three up are restarted by the fourth."""
 URGENT_TRIES: Final = 1
@@ -138,7 +137,7 @@ def yields(record: CellRecord | None, pods: Mapping[str, PodState], cordoned: Co
     if record is None or record.stage is not Stage.REPLACING or not record.recoveries:
         return False
     last = record.recoveries[-1]
-    stopped = last.planned and last.checkpoint is not None and last.checkpoint.name == NAME
+    stopped = last.planned and last.checkpoint is not None and last.checkpoint.name == ROLL_OUT
     return stopped and any(pod.node in cordoned and pod.grace is None for pod in pods.values())
 
 
