@@ -77,14 +77,14 @@ LEAST_RECOVERIES: Final = 2
 class Ensured(NamedTuple):
     """How the stack's objects were found: good until `until` (monotonic), for this generation of the spec, for so
     many cells that are needed and that are at work, for servers that are still needed, for `running` pods or none,
-    and for pods that are kept or, with `yielding`, may be evicted."""
+    and for the cells `yielding`, whose pods may be evicted."""
 
     generation: int
     kept: int
     at_work: int
     servers: frozenset[str]
     running: bool
-    yielding: bool
+    yielding: frozenset[int]
     until: float
     problem: Problem | None
     trouble: str
@@ -299,9 +299,10 @@ class StackWorker:
         at_work = max(kept, self._pods.cells_at_work())
         running = not stack.spec.suspend and not (stack.spec.checkpoints.enabled and all(self._stopped(stack)))
         servers = self._servers() - {each.name for each in stack.spec.participants()}
-        yielding = any(
-            yields(cell.record, self._pods.of(index), self._s.cache.cordoned)
+        yielding = frozenset(
+            index
             for index, (cell, _) in self._cells.items()
+            if yields(cell.record, self._pods.of(index), self._s.cache.cordoned)
         )
         wanted, known = (generation, kept, at_work, servers, running, yielding), self._ensured
         if known is None and resting and was_at_rest(self._writer.status, generation):

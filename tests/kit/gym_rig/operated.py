@@ -209,7 +209,8 @@ class OperatedRig:
                 if int(name.rpartition("-")[2]) in self.held_back:
                     continue
                 template = stateful_set["spec"]["template"]
-                metadata = {"name": name, **template["metadata"]}
+                labels = {**template["metadata"]["labels"], names.POD_INDEX_LABEL: name.rpartition("-")[2]}
+                metadata = {"name": name, **template["metadata"], "labels": labels}
                 spec = {**template["spec"], **({"nodeName": self.node} if self.nodes_are_watched else {})}
                 self.kube.put(PODS, IDENTITY.namespace, {"metadata": metadata, "spec": spec})
             else:

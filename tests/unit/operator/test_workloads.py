@@ -413,8 +413,17 @@ def test_evictions_are_refused_where_the_operator_moves_cells_itself(
     assert budget["spec"]["maxUnavailable"] == 0
     for server in SERVERS:
         assert selects(budget["spec"]["selector"]["matchLabels"], pod_of(children, server)["metadata"]["labels"])
-    yielding = build_children(replace(context(spec_document), guarded=True, yielding=True))
-    assert of_kind(yielding, "PodDisruptionBudget")[budget["metadata"]["name"]]["spec"]["maxUnavailable"] == "100%"
+
+
+def test_evictions_are_let_through_of_cells_that_yield_and_of_no_other(
+    context: Build, spec_document: dict[str, Any]
+) -> None:
+    children = build_children(replace(context(spec_document), guarded=True, yielding=frozenset({11, 2})))
+    (budget,) = of_kind(children, "PodDisruptionBudget").values()
+    assert budget["spec"]["maxUnavailable"] == 0
+    expressions = budget["spec"]["selector"]["matchExpressions"]
+    assert {"key": names.POD_INDEX_LABEL, "operator": "NotIn", "values": ["2", "11"]} in expressions
+    assert len(expressions) == 2, "and an engine"
 
 
 def test_nothing_refuses_the_eviction_of_what_nobody_moves(context: Build, spec_document: dict[str, Any]) -> None:

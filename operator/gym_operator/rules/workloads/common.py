@@ -17,7 +17,7 @@ class StackContext:
     """What manifests are built from. `operator_namespace` is where control traffic may come from; `kept` are so many
     cells as are still needed, where the spec wants less of them, `at_work` so many as may still do something though
     nobody needs them, and `kept_servers` those that the spec has no more. `guarded`: nobody is to evict its pods,
-    since the operator moves them itself, and with `yielding` just now somebody is."""
+    since the operator moves them itself, but those of the cells `yielding`, which are for whoever drains their node."""
 
     identity: StackIdentity
     spec: StackSpec
@@ -26,7 +26,7 @@ class StackContext:
     at_work: int = 0
     kept_servers: frozenset[str] = frozenset()
     guarded: bool = False
-    yielding: bool = False
+    yielding: frozenset[int] = frozenset()
 
     @property
     def name(self) -> str:
