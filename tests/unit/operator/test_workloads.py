@@ -136,6 +136,15 @@ def test_readiness_is_looked_at_every_second_and_liveness_is_patient(children: t
     assert alive["periodSeconds"] * alive["failureThreshold"] >= 60
 
 
+def test_a_server_that_loads_for_long_is_not_taken_for_one_that_is_stuck(children: tuple[Manifest, ...]) -> None:
+    """Readiness is not looked at before: the startup probe must not hold a recovery up."""
+    for server in SERVERS:
+        startup = container_of(children, server)["startupProbe"]
+        assert startup["httpGet"] == {"path": "/livez", "port": "data"}
+        assert startup["periodSeconds"] == 1
+        assert startup["failureThreshold"] >= 1800
+
+
 def s3_secrets(children: tuple[Manifest, ...], server: str) -> dict[str, str]:
     """Secrets for S3 that a server's pod mounts, by the variable that says where."""
     container, pod = container_of(children, server), pod_of(children, server)["spec"]
@@ -358,8 +367,9 @@ def test_a_pod_has_the_time_for_a_last_checkpoint_and_its_server_waits_for_it(
     for server in SERVERS:
         assert pod_of(children, server)["spec"]["terminationGracePeriodSeconds"] == 90 + 180 + 20
         assert {"name": AWAIT_FINAL, "value": "true"} in container_of(children, server)["env"]
-        probe = container_of(children, server)["livenessProbe"]
-        assert probe["terminationGracePeriodSeconds"] == 10, "what is stuck is not waited for"
+        for probe in ("startupProbe", "livenessProbe"):
+            grace = container_of(children, server)[probe]["terminationGracePeriodSeconds"]
+            assert grace == 10, "what is stuck is not waited for"
 
 
 def test_without_checkpoints_a_server_ends_at_once(context: Build, spec_document: dict[str, Any]) -> None:

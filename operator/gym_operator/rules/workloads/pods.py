@@ -33,6 +33,8 @@ CONTAINER: Final = "server"
 SECRETS_FOLDER: Final = "/etc/gym-secrets"
 TERMINATION_GRACE_SECONDS: Final = 10
 """Enough to close connections."""
+LOADING_SECONDS: Final = 1800
+"""How long a server may take until it listens: a tokenizer is fetched from a hub, a class of the user's reads its data."""
 FINAL_SECONDS: Final = 20
 """For what is around a last checkpoint: to see that the pod is to go, to publish, and to park sessions."""
 
@@ -112,6 +114,7 @@ def _digest_of(template: Manifest) -> str:
 
 def _container(context: StackContext, participant: Participant) -> dict[str, Any]:
     resources = participant.resources.document() if participant.resources else {}
+    stuck = {"terminationGracePeriodSeconds": TERMINATION_GRACE_SECONDS}  # no checkpoint comes of it
     return {
         "name": CONTAINER,
         "image": context.spec.image,
@@ -130,15 +133,21 @@ def _container(context: StackContext, participant: Participant) -> dict[str, Any
         ],
         # Recovery ends when peers can be reached again, so readiness is looked at as often as Kubernetes can.
         "readinessProbe": {**_probe("/readyz"), "periodSeconds": 1, "timeoutSeconds": 2, "failureThreshold": 2},
+        # The others begin after it, so it is looked at as often.
+        "startupProbe": {
+            **_probe("/livez"),
+            "periodSeconds": 1,
+            "timeoutSeconds": 2,
+            "failureThreshold": LOADING_SECONDS,
+            **stuck,
+        },
         # A restart by the kubelet costs a recovery: only a process that is stuck for a minute is worth it.
         "livenessProbe": {
             **_probe("/livez"),
-            "initialDelaySeconds": 15,
             "periodSeconds": 10,
             "timeoutSeconds": 10,
             "failureThreshold": 6,
-            # No checkpoint comes of what is stuck.
-            "terminationGracePeriodSeconds": TERMINATION_GRACE_SECONDS,
+            **stuck,
         },
         "resources": resources,
         "securityContext": container_security(),
