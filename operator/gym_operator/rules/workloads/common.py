@@ -17,7 +17,7 @@ class StackContext:
     """What manifests are built from. `operator_namespace` is where control traffic may come from; `kept` are so many
     cells as are still needed, where the spec wants less of them, `at_work` so many as may still do something though
     nobody needs them, and `kept_servers` those that the spec has no more. `guarded`: nobody is to evict its pods,
-    since the operator moves them itself, but those of the cells `yielding`, which are for whoever drains their node."""
+    since the operator moves them itself, but the cells `yielding`: they are for whoever drains their node."""
 
     identity: StackIdentity
     spec: StackSpec

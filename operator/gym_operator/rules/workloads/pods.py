@@ -34,7 +34,7 @@ SECRETS_FOLDER: Final = "/etc/gym-secrets"
 TERMINATION_GRACE_SECONDS: Final = 10
 """Enough to close connections."""
 LOADING_SECONDS: Final = 1800
-"""How long a server may take until it listens: a tokenizer is fetched from a hub, a class of the user's reads its data."""
+"""How long a server may take until it listens: a tokenizer comes from a hub, a class of the user's reads its data."""
 FINAL_SECONDS: Final = 20
 """For what is around a last checkpoint: to see that the pod is to go, to publish, and to park sessions."""
 
