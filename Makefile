@@ -73,13 +73,9 @@ LOCK := $(BARE) --universal
 clean:
 	rm -rf build dist
 
-# vLLM on a CPU pins a build of torch that has no name of its own: the lock has what works, and nothing is resolved here.
-$(VLLM_STAMP): requirements/vllm.txt pyproject.toml
-	@$(PYTHON) -m venv $(VLLM) 2>/dev/null || { echo "python3-venv is needed: apt-get install python3-venv"; exit 1; }
-	@echo "installing vLLM for this machine (six gigabytes, some minutes the first time)"
-	@$(VLLM)/bin/pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r requirements/vllm.txt
-	@$(VLLM)/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
-	@touch $@
+$(VLLM_STAMP): requirements/vllm.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: set PYTHON="; exit 1; }
+	@$(PYTHON) -m gym_kit.vllm
 
 $(STAMP): requirements/dev.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: set PYTHON="; exit 1; }
