@@ -5,7 +5,7 @@
 ARG BASE_IMAGE=debian:trixie-slim
 
 FROM ${BASE_IMAGE} AS dependencies
-# served: with what the policy server of a model that vLLM serves needs as well.
+# served: with what the policy server of a model that vLLM serves needs as well; vllm: with vLLM itself for a CPU.
 ARG REQUIREMENTS=runtime
 # The name for the user id is what `getpass.getuser()` and shells look for; the id is what Kubernetes checks.
 RUN if ! python3 -c 'import ensurepip, venv' 2>/dev/null; then \
@@ -17,13 +17,13 @@ RUN if ! python3 -c 'import ensurepip, venv' 2>/dev/null; then \
     && echo 'gym:x:65532:' >> /etc/group
 # Copied although it is mounted below as well: not every builder notices that a mounted file has changed.
 COPY requirements/${REQUIREMENTS}.txt /opt/gym/requirements.txt
-# pip lives in an environment of its own and stays out of the image. Bytecode is compiled without a check of the
+# The lock is all that is needed. pip lives in an environment of its own and stays out of the image. Bytecode is compiled without a check of the
 # source's time: a server that replaces a dead one should not spend its first moments looking at 2000 files.
 RUN --mount=type=bind,source=requirements,target=/requirements \
     python3 -m venv /tmp/pip \
     && python3 -m venv --without-pip /opt/gym \
     && if [ -d /requirements/wheels ]; then set -- --no-index --find-links=/requirements/wheels; fi \
-    && /tmp/pip/bin/pip --python /opt/gym/bin/python install --no-cache-dir --no-compile --require-hashes "$@" \
+    && /tmp/pip/bin/pip --python /opt/gym/bin/python install --no-cache-dir --no-compile --no-deps --require-hashes "$@" \
          --requirement /opt/gym/requirements.txt \
     && rm -rf /tmp/pip \
     && python3 -m compileall -q -j 0 --invalidation-mode unchecked-hash /opt/gym/lib \

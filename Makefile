@@ -12,7 +12,7 @@ export PYTHONPATH := tests/kit
 help: ## What can be made
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1	\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
 
-demo: $(STAMP) $(if $(filter vllm,$(POLICY)),$(VLLM_STAMP)) ## The whole loop on a real Kubernetes: TASKS= ROLLOUTS= KILL= HOW= KILLS= DURING= POLICY= CLUSTER= KEEP=
+demo: $(STAMP) $(if $(filter vllm,$(POLICY)),$(VLLM_STAMP)) ## The whole loop on a real Kubernetes: TASKS= ROLLOUTS= KILL= HOW= KILLS= DURING= POLICY= ENGINE= CLUSTER= KEEP=
 	@$(BIN)/python -m gym_kit.demo
 
 test: $(STAMP) ## All tests; the last line says what ran and what could not

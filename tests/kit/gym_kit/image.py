@@ -43,6 +43,20 @@ TIMEOUT = 3600.0
 
 
 @dataclass(frozen=True)
+class Extra:
+    """What a test's image has beside ours: `files` by their path in the build's context, and the `steps` of a
+    Dockerfile that put them there."""
+
+    files: Mapping[str, bytes]
+    steps: str
+
+
+def models(files: Mapping[str, bytes]) -> Extra:
+    """A model's files, by name."""
+    return Extra({f"models/{name}": data for name, data in files.items()}, f"COPY models {MODELS}\n")
+
+
+@dataclass(frozen=True)
 class Image:
     """`reference` is what a pod names; `archive` is what `Cluster.load_image` takes."""
 
@@ -55,14 +69,14 @@ def build(
     project: Path = PROJECT,
     *,
     requirements: str = "runtime",
-    model: Mapping[str, bytes] | None = None,
+    extra: Extra | None = None,
 ) -> Image:
-    """The image of the project as it lies there now, with one of the locks in requirements/, and with a model's files
-    for a test. Raises KitError if it cannot be built."""
+    """The image of the project as it lies there now, with one of the locks in requirements/, and `extra` for a test.
+    Raises KitError if it cannot be built."""
     files = read_sources(project, requirements)
-    if model is not None:
-        files["Dockerfile"] += f"\nCOPY models {MODELS}\n".encode()
-        files.update({f"models/{name}": data for name, data in model.items()})
+    if extra is not None:
+        files["Dockerfile"] += b"\n" + extra.steps.encode()
+        files.update(extra.files)
     with_docker = docker_answers()
     key = content_key(files, "docker" if with_docker else _base_key())
     image = Image(f"{NAME}:{key}", cache_folder() / "images" / f"{key}.tar")

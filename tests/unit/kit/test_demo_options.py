@@ -27,6 +27,7 @@ def test_empty_variables_are_as_good_as_none() -> None:
         ("ROLLOUTS", "0"),
         ("ROLLOUTS", "-3"),
         ("DURING", "x"),
+        ("ENGINE", "x"),
     ],
 )
 def test_a_wrong_value_is_named(name: str, value: str) -> None:
@@ -62,3 +63,9 @@ def test_vllm_has_rows_of_its_own() -> None:
             from_environment({"POLICY": "vllm", **given})
     with pytest.raises(KitError, match="POLICY=gpt"):
         from_environment({"POLICY": "gpt"})
+
+
+def test_where_the_engine_is_can_be_said_only_where_there_is_a_vllm() -> None:
+    assert from_environment({"POLICY": "vllm", "ENGINE": "pod"}).engine == "pod"
+    with pytest.raises(KitError, match="add POLICY=vllm"):
+        from_environment({"ENGINE": "pod"})

@@ -29,7 +29,8 @@ class Options:
     """`kills`: how often the target is killed, each time after the stack runs again. `how`: its pods are deleted by
     force, or as people delete them; or all pods are replaced by a helm upgrade. `during`: at work, while a checkpoint
     is open, or while the recovery from a first kill runs. `policy`: who generates, the scripted engine or
-    a real vLLM with the tiny model."""
+    a real vLLM with the tiny model. `engine`: where that vLLM is, beside the cluster or in a pod that the operator
+    runs."""
 
     cluster: Choice = "auto"
     kill: Kill = "agent"
@@ -38,6 +39,7 @@ class Options:
     tasks: Path | None = None
     kills: int = 1
     policy: Literal["scripted", "vllm"] = "scripted"
+    engine: Literal["beside", "pod"] = "beside"
     during: Literal["work", "checkpoint", "recovery"] = "work"
     keep: bool = False
     output: Path = Path("build/demo")
@@ -76,6 +78,9 @@ def from_environment(environment: Mapping[str, str]) -> Options:
     policy = cast(Literal["scripted", "vllm"], choice("POLICY", "scripted", ("scripted", "vllm")))
     if policy == "vllm" and (tasks is not None or environment.get("ROLLOUTS")):
         raise KitError("POLICY=vllm has rows of its own, which its tiny model knows: leave TASKS and ROLLOUTS out")
+    engine = cast(Literal["beside", "pod"], choice("ENGINE", "beside", ("beside", "pod")))
+    if engine == "pod" and policy != "vllm":
+        raise KitError("ENGINE=pod says where vLLM is: add POLICY=vllm")
     return Options(
         cluster=cast(Choice, choice("CLUSTER", "auto", get_args(Choice))),
         kill=cast(Kill, choice("KILL", "agent", get_args(Kill))),
@@ -84,6 +89,7 @@ def from_environment(environment: Mapping[str, str]) -> Options:
         tasks=tasks,
         kills=number("KILLS", 1),
         policy=policy,
+        engine=engine,
         during=cast(
             Literal["work", "checkpoint", "recovery"], choice("DURING", "work", ("work", "checkpoint", "recovery"))
         ),

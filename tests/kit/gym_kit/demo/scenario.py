@@ -7,25 +7,30 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gym_kit.demo.engines import in_mid_generation
 from gym_kit.demo.kube import Object, ready, wait
 from gym_kit.demo.options import Options
 from gym_kit.demo.stage import OPERATOR_NAMESPACE, STACK, Stage
 from gym_kit.demo.table import Watch
 from gym_kit.errors import KitError
+from gym_operator.api.names import ENGINE
 from gym_servers.protocol.identity import parse_key
 
 START_SECONDS = 180.0
+ENGINE_SECONDS = 900.0  # a pod with vLLM imports for minutes
 CHECKPOINT_SECONDS = 120.0
 RECOVERY_SECONDS = 180.0
 COMPLETE_SECONDS = 600.0
 UPGRADED_MEBIBYTES = 64  # the memory that servers ask for after a helm upgrade: little, and not what it was
-A_LITTLE_WORK_SECONDS = 1.5  # after the checkpoint, so that there is something to lose and to do again
-RANDOM_SECONDS = 2.0  # at most, before each kill: no run kills at the same moment of the work
+A_LITTLE_WORK_SECONDS = 1.5  # after the checkpoint
+A_LITTLE_WORK_TOKENS = (20, 120)  # of vLLM, whose 24 rollouts have some 2000
+RANDOM_SECONDS = 2.0  # at most, before each kill
 RECOVERY_RANDOM_SECONDS = 6.0  # a recovery takes about ten: pods end, start, are restored and resumed meanwhile
 TERMINAL = ("Succeeded", "Failed")
 OPERATOR = "app.kubernetes.io/name=gym-operator"
@@ -54,21 +59,35 @@ class Scenario:
         played = Played()
         self._install()
         self._watch.note("stack installed by helm; waiting for its pods")
-        self._wait("rollouts under way", lambda: self._running() and self._at_work(), START_SECONDS)
+        patience = ENGINE_SECONDS if self._options.engine == "pod" else START_SECONDS
+        self._wait("rollouts under way", lambda: self._running() and self._at_work(), patience)
         if self._options.kill == "operator":
             played.interrupted = self._kill_operator_in_mid_checkpoint()
-        played.checkpoint = self._checkpoint("demo-1")
-        time.sleep(A_LITTLE_WORK_SECONDS)
+        with self._at_a_moment(0):
+            played.checkpoint = self._checkpoint("demo-1")
         for number in range(self._options.kills):
             if number:
                 self._wait("work of this attempt", self._generating, RECOVERY_SECONDS)
-            time.sleep(random.uniform(0.0, RANDOM_SECONDS))
             self._kill(played, number)
         self._wait("every row", self._complete, COMPLETE_SECONDS)
         played.stack = self._kube.stack(STACK)
         return played
 
     # ---- steps --------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _at_a_moment(self, tokens: int) -> Iterator[None]:
+        """While some generation is in its middle. The scripted engine is slow enough for that at any time; vLLM is
+        held, after so many tokens more."""
+        engine = self._stage.engine
+        with nullcontext() if engine is None else in_mid_generation(engine, tokens):
+            yield
+
+    def _a_little_work(self) -> AbstractContextManager[None]:
+        """There is something to lose and to do again, and no run kills at the same moment of the work."""
+        if self._stage.engine is None:
+            time.sleep(A_LITTLE_WORK_SECONDS + random.uniform(0.0, RANDOM_SECONDS))
+        return self._at_a_moment(random.randint(*A_LITTLE_WORK_TOKENS))
 
     def _checkpoint(self, name: str) -> Object:
         self._kube.take_checkpoint(name, STACK)
@@ -89,7 +108,10 @@ class Scenario:
             name = f"open-{number}"
             self._kube.take_checkpoint(name, STACK)
             self._wait("an open checkpoint", lambda: self._phase(name) not in (None, "Pending"), CHECKPOINT_SECONDS)
-        self._delete(played, attempt)
+            self._delete(played, attempt)
+        else:
+            with self._a_little_work():
+                self._delete(played, attempt)
         if self._options.during == "recovery":
             self._wait("a recovery", lambda: self._attempt() > attempt, RECOVERY_SECONDS)
             time.sleep(random.uniform(0.0, RECOVERY_RANDOM_SECONDS))
@@ -142,7 +164,9 @@ class Scenario:
         """Seconds from deleting all pods of a like stack without checkpointing, at once, until all serve again."""
         self._stage.install_stack("bare", checkpoints=False, tasks="one-task.jsonl", concurrency=1)
         selector = "gymops.dev/stack=bare"
-        count = len(self._kube.pods("gymops.dev/stack=demo"))
+        count = len(
+            self._kube.pods(f"gymops.dev/stack={STACK},gymops.dev/server!={ENGINE}")
+        )  # it has none of its own
 
         def all_ready(old: frozenset[str] = frozenset()) -> bool:
             pods = self._kube.pods(selector)

@@ -14,6 +14,7 @@ from typing import Any
 from gym_kit import image, tools
 from gym_kit.bucket import SeaweedFS
 from gym_kit.cluster import Choice, Cluster, ensure
+from gym_kit.demo.engines import DemoEngine, EngineBeside, EnginePod, engine_image, tokenizer
 from gym_kit.demo.kube import Kube, wait
 from gym_kit.demo.options import Options
 from gym_kit.errors import KitError
@@ -24,7 +25,7 @@ from gym_servers.engine.rows import counter_rows
 from gym_servers.engine.script import tokens_of
 from gym_servers.stack.settings import S3Settings
 from gym_servers.storage.s3 import S3Credentials, S3Store
-from gym_vllm.engine import MODEL, NAME, Engine, running_engine
+from gym_vllm.engine import running_engine
 from gym_vllm.journal import as_entries
 from gym_vllm.language import rows_of_tests
 
@@ -35,7 +36,6 @@ BUCKET = "gym-demo"
 SECRET = "demo-s3"
 HELM_SECONDS = 180.0
 VLLM_PYTHON = PROJECT / ".venv-vllm" / "bin" / "python"
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json")
 SHORTEST_ROLLOUT_SECONDS = 20.0
 
 
@@ -95,19 +95,19 @@ class Grounds:
 @dataclass(frozen=True)
 class Stage:
     """Where one demonstration happens: a namespace of its own. `expected`: rollouts to be collected. `engine`: the
-    vLLM that generates, beside the cluster; None for the scripted one in it."""
+    vLLM that generates; None for the scripted one in the cluster."""
 
     grounds: Grounds
     kube: Kube
     expected: int
     tokens_per_second: int
-    engine: Engine | None = None
+    engine: DemoEngine | None = None
 
     def store(self, prefix: str) -> S3Store:
         return self.grounds.store(prefix)
 
     def entries(self) -> list[dict[str, Any]]:
-        """The journal of the run: of tools and scripted engine in a pod that is never killed, of vLLM beside it."""
+        """The journal of the run: of tools and scripted engine in a pod that is never killed, and of vLLM."""
         pods = self.kube.pods("app.kubernetes.io/component=journal,app.kubernetes.io/instance=demo")
         if not pods:
             raise KitError("the journal's pod is gone: nothing can be proved")
@@ -134,29 +134,11 @@ class Stage:
         if memory is not None:
             values["serverResources"] = {"requests": {"memory": memory}}
         if self.engine is not None:
-            values["servers"] = _servers(release, self.engine)
+            values |= self.engine.values(STACK, release)
         self.grounds.install("gym-stack", release, self.kube.namespace, values)
 
     def uninstall_stack(self, release: str) -> None:
         self.grounds.uninstall(release, self.kube.namespace)
-
-
-def _servers(release: str, engine: Engine) -> list[dict[str, Any]]:
-    """The demonstration's servers, with a policy that vLLM serves."""
-    policy = {
-        "base_url": engine.url,
-        "model": NAME,
-        "tokenizer": image.MODELS,
-        "sampling": {"temperature": 0},
-        "max_tokens": 256,
-    }
-    journal = {"journal": f"http://{release}-journal:8000"}
-    return [
-        {"name": "env", "kind": "environment", "server": "single-agent-turn"},
-        {"name": "policy", "kind": "model", "server": "vllm", "config": policy},
-        {"name": "agent", "kind": "agent", "server": "simple-agent"},
-        {"name": "counter", "kind": "resources", "server": "counter", "config": journal},
-    ]
 
 
 @contextmanager
@@ -174,8 +156,7 @@ def grounds(
             raise KitError("pods of this cluster have no known way to this machine: use CLUSTER=local or kind")
         with progress.step("image"):
             if policy == "vllm":
-                tokenizer = {name: (MODEL / name).read_bytes() for name in TOKENIZER}
-                built = image.build(progress, requirements="served", model=tokenizer)
+                built = image.build(progress, requirements="served", extra=tokenizer())
             else:
                 built = image.build(progress)
             cluster.load_image(built.archive)
@@ -208,19 +189,27 @@ def _with_operator(ready: Grounds, progress: Progress, keep: bool) -> Iterator[G
 def staged(on: Grounds, options: Options, progress: Progress) -> Iterator[Stage]:
     """A stage for one run; it is cleared away unless `options.keep`."""
     with ExitStack() as beside:
-        engine = None
+        kube = on.claim("gym-demo")
+        engine: DemoEngine | None = None
         if options.policy == "vllm":
             folder = Path(beside.enter_context(tempfile.TemporaryDirectory(prefix="gym-demo-vllm-")))
-            with progress.step("vLLM beside the cluster"):
-                host = on.cluster.host_address
-                assert host is not None  # `grounds` has seen to it
-                engine = beside.enter_context(running_engine(folder, host=host, python=VLLM_PYTHON))
-        yield from _staged(on, options, progress, engine)
+            if options.engine == "pod":
+                with progress.step("image with vLLM (eight gigabytes)"):
+                    built = engine_image(progress)
+                    on.cluster.load_image(built.archive)
+                engine = EnginePod(on.cluster.kubeconfig, kube, built.reference, STACK, folder)
+            else:
+                with progress.step("vLLM beside the cluster"):
+                    host = on.cluster.host_address
+                    assert host is not None  # `grounds` has seen to it
+                    engine = EngineBeside(beside.enter_context(running_engine(folder, host=host, python=VLLM_PYTHON)))
+        yield from _staged(on, kube, options, progress, engine)
 
 
-def _staged(on: Grounds, options: Options, progress: Progress, engine: Engine | None) -> Iterator[Stage]:
+def _staged(
+    on: Grounds, kube: Kube, options: Options, progress: Progress, engine: DemoEngine | None
+) -> Iterator[Stage]:
     lines = _tasks(options)
-    kube = on.claim("gym-demo")
     stage = Stage(on, kube, len(lines), _rate(lines), engine)
     store = stage.store(kube.namespace)
     store.create("tasks.jsonl", b"".join(line + b"\n" for line in lines))
