@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gym_operator.effects import worker
-from gym_operator.effects.kube import CHECKPOINTS, CHILDREN, PODS, Body, Resource
+from gym_operator.effects.kube import CHECKPOINTS, CHILDREN, PODS, RESTORES, Body, Resource
 from gym_operator.effects.kube_host import KubeCellHost
 from gym_operator.rules.cell_record import from_document
 from gym_rig.cell import IDENTITY
@@ -514,7 +514,7 @@ async def drained(rig: OperatedRig, node: str) -> None:
             if pod is not None:
                 assert pod["metadata"]["uid"] == uid, "what had been moved was evicted"
                 cell = int(name.rpartition("-")[2])
-                assert ends or rig.record(cell)["stage"] == "replacing", f"cell {cell} was to be moved in its turn"
+                assert ends or rig.record(cell).get("stage") != "running", f"cell {cell} was to be moved in its turn"
                 rig.leave(name)
             del asked_for[name]
         await asyncio.sleep(5)
@@ -535,6 +535,51 @@ async def test_who_drains_a_node_gets_each_cell_s_pods_when_it_has_had_its_last_
         await rig.until(lambda: all(is_guarded(rig, pod) for pod in pods), "guarded again")
         await to_the_end(rig, 9)
         nothing_was_done_twice(rig)
+
+
+async def no_checkpoint(*_: Any, **__: Any) -> None:
+    raise CheckpointFailed("PrepareTimeout", "a tool takes its time")
+
+
+@pytest.mark.parametrize("why", ["a server dies", "no last checkpoint can be taken", "it is restored"])
+async def test_who_drains_a_node_comes_to_an_end_whatever_the_cell_is_replaced_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """kubectl is let through to the old pods, or it would ask for those that come in their place for ever."""
+    async with operated(tmp_path, rows(9), nodes=True, rate=SLOW) as rig:
+        await under_way(rig)
+        await taken(rig, "one")
+        monkeypatch.setattr(CellController, "take", no_checkpoint)
+        rig.node = "node-2"
+        async with asyncio.timeout(120):
+            draining = asyncio.create_task(drained(rig, "node-1"))
+            await asyncio.sleep(1)
+            if why == "a server dies":
+                rig.cell.kill("agent")
+            elif why == "it is restored":
+                source = {"stackRef": {"name": IDENTITY.name}, "checkpointRef": {"name": "one"}}
+                rig.kube.put(RESTORES, IDENTITY.namespace, {"metadata": {"name": "back"}, "spec": source})
+            await draining
+        await rig.until(lambda: rig.in_service(1), "moved")
+        assert sources(rig) == ["one"]
+        await to_the_end(rig, 9)
+
+
+@pytest.mark.parametrize(
+    ("recovery", "reads"), [({"backoffLimit": 0}, "stalled"), ({"policy": "Manual"}, "starting")]
+)
+async def test_who_drains_a_node_is_let_through_to_pods_that_nobody_moves(
+    tmp_path: Path, recovery: dict[str, Any], reads: str
+) -> None:
+    """Nothing goes on in them, for as long as it takes somebody to mend that."""
+    async with operated(tmp_path, rows(), nodes=True, rate=SLOW, recovery=recovery) as rig:
+        await under_way(rig)
+        rig.cell.kill("agent")
+        await rig.until(lambda: stage(rig) == reads, reads)
+        await asyncio.sleep(30)
+        rig.node = "node-2"
+        async with asyncio.timeout(60):
+            await drained(rig, "node-1")
 
 
 async def test_an_operator_that_may_not_watch_nodes_lets_evictions_through(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from gym_operator.rules.pod_state import PodState
-from gym_operator.rules.unasked import ROLL_OUT
 from gym_servers.coordination.record import CellRecord, Stage
 
 TRIES: Final = 4
@@ -130,15 +129,27 @@ def _in_service(situation: Situation) -> Move:
 
 
 def yields(record: CellRecord | None, pods: Mapping[str, PodState], cordoned: Collection[str]) -> bool:
-    """Whether a cell's pods are for who drains their node: a last checkpoint has stopped it, and it goes elsewhere.
+    """Whether a cell's pods are for who drains their node: nothing that they do counts, and nobody moves them first.
 
     kubectl drain asks for an eviction that was refused every five seconds, by the pod's name, for ever where another
-    pod has that name by then (kubernetes issue 138229). So it has to be let through while the old one is there."""
-    if record is None or record.stage is not Stage.REPLACING or not record.recoveries:
-        return False
-    last = record.recoveries[-1]
-    stopped = last.planned and last.checkpoint is not None and last.checkpoint.name == ROLL_OUT
-    return stopped and any(pod.node in cordoned and pod.grace is None for pod in pods.values())
+    pod has that name by then (kubernetes issue 138229). So it has to be let through while the old one is there,
+    whatever the cell is replaced for."""
+    return (
+        record is not None
+        and _stands_idle(record)
+        and any(pod.node in cordoned and pod.grace is None for pod in pods.values())
+    )
+
+
+def _stands_idle(record: CellRecord) -> bool:
+    """Whether its pods are about to go, wait for people, or have begun nothing yet."""
+    match record.stage:
+        case Stage.REPLACING | Stage.STALLED:
+            return True
+        case Stage.STARTING:
+            return bool(record.held) or not record.pins
+        case _:
+            return False
 
 
 def whose_turn(in_service: Mapping[int, bool], waiting: Collection[int], begun: Iterable[int]) -> int | None:

@@ -24,7 +24,7 @@ from gym_operator.rules.rollouts import (
     whose_turn,
     yields,
 )
-from gym_servers.coordination.record import CellRecord, Choice, Pin, Recovery, Stage
+from gym_servers.coordination.record import CellRecord, Pin, Stage
 from gym_servers.stack.spec import Participant
 
 NEW = {"env": "new", "agent": "new"}
@@ -188,28 +188,26 @@ def test_pods_that_do_not_come_up_are_told_before_all_else() -> None:
     assert said(CellSeen(0, pods=stuck))[2].startswith("agent: ImagePullBackOff: no such image: put the image")
 
 
-def replacing(name: str = "roll-out", planned: bool = True, stage: Stage = Stage.REPLACING) -> CellRecord:
-    choice = Choice(uri="u", digest="d", name=name, checkpoint_id="i")
-    return CellRecord(
-        stage=stage, recoveries=[Recovery(attempt=1, reason="", checkpoint=choice, started_at=0.0, planned=planned)]
-    )
+REPLACING = CellRecord(stage=Stage.REPLACING)
 
 
 @pytest.mark.parametrize(
     ("record", "changes", "yielded"),
     [
-        (replacing(), {}, True),
-        (replacing(), {"agent": {"node": "node-2"}}, True),
-        (replacing(), {"agent": {"node": "node-2"}, "env": {"node": "node-2"}}, False),
-        (replacing(), {"agent": {"grace": 1.0}, "env": {"grace": 1.0}}, False),
-        (replacing(name="nightly"), {}, False),
-        (replacing(planned=False), {}, False),
-        (replacing(stage=Stage.STARTING), {}, False),
-        (CellRecord(stage=Stage.REPLACING), {}, False),
+        (REPLACING, {}, True),
+        (REPLACING, {"agent": {"node": "node-2"}}, True),
+        (REPLACING, {"agent": {"node": "node-2"}, "env": {"node": "node-2"}}, False),
+        (REPLACING, {"agent": {"grace": 1.0}, "env": {"grace": 1.0}}, False),
+        (CellRecord(stage=Stage.STALLED), {}, True),
+        (CellRecord(stage=Stage.STARTING), {}, True),
+        (CellRecord(stage=Stage.STARTING, pins=PINS), {}, False),
+        (CellRecord(stage=Stage.STARTING, pins=PINS, held="people decide"), {}, True),
+        (CellRecord(stage=Stage.RUNNING, pins=PINS), {}, False),
+        (CellRecord(stage=Stage.STOPPED, pins=PINS), {}, False),
         (None, {}, False),
     ],
 )
-def test_pods_are_for_who_drains_once_a_last_checkpoint_has_stopped_them(
+def test_pods_are_for_who_drains_where_nothing_that_they_do_counts(
     record: CellRecord | None, changes: Any, yielded: bool
 ) -> None:
     assert yields(record, pods(**changes), {"node-1"}) is yielded
