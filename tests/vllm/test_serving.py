@@ -93,11 +93,6 @@ async def until(holds: Callable[[], object], seconds: float = 60.0) -> None:
         await asyncio.sleep(0.05)
 
 
-def generated(engine: Engine, key: str) -> int:
-    """Tokens of this rollout so far."""
-    return sum(len(one.ids) for one in engine.generated() if one.key == key)
-
-
 async def stands_still(engine: Engine) -> bool:
     """Whether the engine generates nothing: by its own counts."""
     if engine.running():
@@ -136,7 +131,7 @@ async def test_a_piece_is_sent_while_its_generation_stands_in_its_middle(engine:
                 return str(piece)
 
         reading = asyncio.ensure_future(first_piece())
-        async with engine.held_once(lambda: generated(engine, "early") >= 4):
+        async with engine.held_once(4, "early"):
             assert await asyncio.wait_for(reading, 60.0)
             (begun,) = [one for one in engine.generated() if one.key == "early"]
             assert not begun.ended
@@ -160,7 +155,7 @@ async def test_a_model_server_that_dies_leaves_nothing_running_in_the_engine(eng
     async with served(folder, engine) as run, http() as asking:
         body = {**LONG, "temperature": 0, "stream": True}
         call = asyncio.ensure_future(asking.post(f"{run.url('policy')}/ng-rollout/x/v1/chat/completions", json=body))
-        async with engine.held_once(lambda: generated(engine, "x") > 20):
+        async with engine.held_once(20, "x"):
             os.kill(run.pid, signal.SIGKILL)
         killed = time.monotonic()
         with suppress(httpx.TransportError):
@@ -183,7 +178,7 @@ async def test_a_stream_of_a_replaced_attempt_is_stopped_though_its_reader_stand
         body |= {"return_token_ids": True, "logprobs": 0}
         named = {headers.TICKET: "kept", headers.ENGINE_ATTEMPT: f"{mine};0", "x-request-id": "kept/1.1"}
         kept = asyncio.ensure_future(asking.post(f"{engine.url}/v1/completions", json=body, headers=named))
-        async with engine.held_once(lambda: generated(engine, "kept") > 5):
+        async with engine.held_once(5, "kept"):
             told = await asking.post(
                 f"{engine.url}/ng-control/v1/engine-attempt",
                 json={"folder": mine, "attempt": 1},
@@ -222,7 +217,7 @@ async def test_c14_versions_that_a_trainer_tells_vllm_are_of_the_tokens_sampled_
         assert (await asking.get(f"{engine.url}{VERSION_PATH}")).json() == {"version": "step-1"}
         body = {**LONG, "temperature": 0}
         call = asyncio.ensure_future(asking.post(f"{run.url('policy')}/ng-rollout/w/v1/chat/completions", json=body))
-        async with engine.held_once(lambda: generated(engine, "w") > 40):
+        async with engine.held_once(40, "w"):
             await asyncio.sleep(0.5)
             (stream,) = [one for one in engine.generated() if one.key == "w"]
             before = len(stream.ids)
@@ -240,7 +235,7 @@ async def test_c8_a_checkpoint_keeps_what_a_call_has_generated_however_slow_ever
     async with served(folder, engine) as run, http() as asking:
         body = {**LONG, "temperature": 0}
         call = asyncio.ensure_future(asking.post(f"{run.url('policy')}/ng-rollout/k/v1/chat/completions", json=body))
-        async with engine.held_once(lambda: generated(engine, "k") > 20):
+        async with engine.held_once(20, "k"):
             taken = await run.runner.checkpoint("cut")
             assert taken.publication.state == "published"
             (stream,) = [one for one in engine.generated() if one.key == "k"]

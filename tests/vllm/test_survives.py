@@ -89,9 +89,10 @@ async def test_kills_inside_of_generations_change_nothing_and_cost_nothing_that_
     source = random.Random(seed)
     killed, total = 0, sum(len(turn.ids) for turns in expected.values() for turn in turns)
     async with AsyncExitStack() as stack:
-        async with engine.held():  # nothing is generated before it is looked at
-            cell = collecting(folder, engine, rows_of_tests(), cut_at_engine=where == "engine")
-            run = await stack.enter_async_context(cell)
+        engine.pause()  # nothing is generated before it is looked at
+        stack.callback(engine.go_on)
+        cell = collecting(folder, engine, rows_of_tests(), cut_at_engine=where == "engine")
+        run = await stack.enter_async_context(cell)
         for round_ in range(1, ROUNDS + 1):
             async with _in_the_middle(run, source.uniform(0.05, 0.2) * total):
                 taken = await run.runner.checkpoint(f"cut-{round_}")
@@ -116,13 +117,7 @@ async def test_kills_inside_of_generations_change_nothing_and_cost_nothing_that_
 
 def _in_the_middle(run: Collection, tokens: float) -> AbstractAsyncContextManager[None]:
     """Once so many tokens more were generated, and while some generation stands in its middle."""
-    goal = run.tokens() + tokens
-
-    def holds() -> bool:
-        assert not run.runner.progress().get("ended"), "it has ended before it could be interrupted"
-        return run.tokens() >= goal and run.generating() > 0
-
-    return run.engine.held_once(holds)
+    return run.engine.held_once(round(tokens), over=lambda: run.runner.progress().get("ended"))
 
 
 def test_the_journal_has_all_tokens_that_the_engine_has_counted(

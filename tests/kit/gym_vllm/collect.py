@@ -67,14 +67,6 @@ class Collection(LocalRun):
     engine: Engine
     earlier: int  # streams of runs before this one
 
-    def generating(self) -> int:
-        """Generations that are in their middle."""
-        return sum(bool(one.ids) and not one.ended for one in self.own())
-
-    def tokens(self) -> int:
-        """Generated so far, also in vain."""
-        return sum(len(one.ids) for one in self.own())
-
     def own(self) -> list[Generated]:
         return self.engine.generated()[self.earlier :]
 

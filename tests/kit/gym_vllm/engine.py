@@ -17,11 +17,11 @@ import httpx
 
 from gym_kit.errors import KitError
 from gym_servers.local.stack import free_ports
-from gym_vllm.journal import JOURNAL, Generated, Streams
+from gym_vllm.journal import HOLD, JOURNAL, Generated, Streams
 
 MODEL = Path(__file__).parent / "model"
 NAME = "tiny"
-MOMENT_SECONDS = 0.03
+LOOK_SECONDS = 0.05
 START_SECONDS = 900.0  # it imports for minutes, and longer where others are at work
 PROJECT = Path(__file__).parents[3]
 
@@ -48,28 +48,31 @@ class Engine:
         return self._metric("vllm:num_requests_running") + self._metric("vllm:num_requests_waiting{")
 
     @asynccontextmanager
-    async def held(self) -> AsyncIterator[None]:
-        """Generations stand where they are, as while a trainer changes weights: so what is to happen in the middle of
-        one does, however fast the machine is."""
+    async def held_once(
+        self, tokens: int, key: str = "", over: Callable[[], object] = lambda: False, seconds: float = 240.0
+    ) -> AsyncIterator[None]:
+        """It stands in the middle of a generation, as while a trainer changes weights, when streams of `key` have so
+        many tokens in all, or all streams together so many from now on. It may be paused before. Raises
+        AssertionError after `seconds`, or where it is `over` before."""
         async with httpx.AsyncClient(base_url=self.url, timeout=60.0, trust_env=False) as client:
-            (await client.post("/pause", params={"mode": "keep"})).raise_for_status()
+            (await client.post(HOLD, json={"tokens": tokens, "key": key})).raise_for_status()
             try:
+                (await client.post("/resume")).raise_for_status()
+                give_up = time.monotonic() + seconds
+                while not (await client.get(HOLD)).json()["held"]:
+                    assert not over(), "it was over before it could be interrupted"
+                    assert time.monotonic() < give_up, "what the engine was to be held for has not come"
+                    await asyncio.sleep(LOOK_SECONDS)
                 yield
             finally:
                 (await client.post("/resume")).raise_for_status()
 
-    @asynccontextmanager
-    async def held_once(self, holds: Callable[[], object], seconds: float = 240.0) -> AsyncIterator[None]:
-        """As `held`, from the moment in which it `holds`. It works a moment at a time until then: else it could be
-        through with everything before this process is looked at again. Raises AssertionError after `seconds`."""
-        give_up = time.monotonic() + seconds
-        while True:
-            async with self.held():
-                if holds():
-                    yield
-                    return
-            assert time.monotonic() < give_up, "what the engine was to be held for has not come"
-            await asyncio.sleep(MOMENT_SECONDS)
+    def pause(self) -> None:
+        """Nothing is generated until it is to be held, or goes on."""
+        httpx.post(f"{self.url}/pause?mode=keep", timeout=60.0, trust_env=False).raise_for_status()
+
+    def go_on(self) -> None:
+        httpx.post(f"{self.url}/resume", timeout=60.0, trust_env=False).raise_for_status()
 
     def _metric(self, name: str) -> int:
         text = httpx.get(f"{self.url}/metrics", timeout=30.0, trust_env=False).text

@@ -4,6 +4,10 @@
 
 Writes one JSON object a line to the file named by `GYM_TOKEN_JOURNAL`: a stream's prompt when it begins, its tokens
 as they pass, and its end.
+
+It also holds the engine in the middle of a generation: `POST /test-hold` with `{"tokens", "key"}` has it paused, as
+trainers pause it, when so many tokens have passed; `GET /test-hold` says whether it has come to that. Whoever looks
+from outside may look too late: an engine is through with a generation while a busy machine does something else.
 """
 
 from __future__ import annotations
@@ -11,10 +15,14 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
 
 from gym_servers.capture.chunks import NoChunk, delta_of
 from gym_servers.protocol.digests import digest_of
@@ -24,6 +32,32 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 JOURNAL = "GYM_TOKEN_JOURNAL"
+HOLD = "/test-hold"
+
+
+class Hold:
+    """When the engine is to be held: once, `tokens` after it was armed, or when a stream's `key` has so many in all;
+    and in the middle of a generation. Pure."""
+
+    def __init__(self) -> None:
+        self.held = False
+        self._seen: Counter[str] = Counter()  # under "" of all keys since it was armed
+        self._armed: tuple[int, str] | None = None
+
+    def arm(self, tokens: int, key: str) -> None:
+        self._armed, self.held, self._seen[""] = (tokens, key), False, 0
+
+    def passed(self, key: str, tokens: int, last: bool) -> bool:
+        """So many tokens of a stream have passed, `last` if it ends with them; whether it is to be held now."""
+        for each in (key, ""):
+            self._seen[each] += tokens
+        if self._armed is None or last or not tokens:
+            return False
+        goal, whose = self._armed
+        if (whose and whose != key) or self._seen[whose] < goal:
+            return False
+        self._armed = None
+        return True
 
 
 class TokenJournal:
@@ -31,14 +65,20 @@ class TokenJournal:
         self._app = app
         self._path = Path(os.environ[JOURNAL])
         self._count = 0
+        self._hold = Hold()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] == HOLD:
+            await (await self._answer(Request(scope, receive)))(scope, receive, send)
+            return
         if scope["type"] != "http" or scope["path"] != "/v1/completions":
             await self._app(scope, receive, send)
             return
+        at_first = dict(scope)  # a router adds to it
         self._count += 1
         stream, asked, rest = self._count, b"", b""
         request = dict(scope["headers"]).get(b"x-request-id", b"-").decode()
+        key = request.partition("/")[0]
 
         async def reading() -> Message:
             nonlocal asked
@@ -62,12 +102,33 @@ class TokenJournal:
                     if delta is not None:
                         said = {"ids": list(delta.ids), "finish": delta.finish_reason}
                         self._write({"kind": "tokens", "stream": stream, **said})
+                        if self._hold.passed(key, len(delta.ids), delta.finish_reason is not None):
+                            await self._pause(at_first)
             await send(message)
 
         try:
             await self._app(scope, reading, passing)
         finally:
             self._write({"kind": "end", "stream": stream})
+
+    async def _answer(self, request: Request) -> JSONResponse:
+        if request.method == "POST":
+            asked = await request.json()
+            self._hold.arm(int(asked["tokens"]), str(asked.get("key", "")))
+        return JSONResponse({"held": self._hold.held})
+
+    async def _pause(self, scope: Scope) -> None:
+        """By the engine's own route, from inside."""
+        path = {"path": "/pause", "raw_path": b"/pause", "query_string": b"mode=keep"}
+
+        async def nothing() -> Message:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def answered(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._hold.held = message["status"] == 200
+
+        await self._app({**scope, **path, "headers": []}, nothing, answered)
 
     def _write(self, entry: Mapping[str, Any]) -> None:
         with self._path.open("ab", buffering=0) as file:

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-import httpx
-
 from gym_kit import image
 from gym_kit.cluster.client import ask
 from gym_kit.demo.kube import Kube, ready
@@ -23,11 +21,12 @@ from gym_kit.image import Extra, Image
 from gym_kit.progress import Progress
 from gym_operator.api import names
 from gym_vllm import journal
-from gym_vllm.engine import MODEL, MOMENT_SECONDS, NAME, Engine
+from gym_vllm.engine import MODEL, NAME, Engine
 from gym_vllm.journal import JOURNAL, Generated, Streams
 
 TOKENIZER: Final = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json")
 MIDDLE_SECONDS: Final = 120.0
+MOMENT_SECONDS: Final = 0.03
 KEPT: Final = "/tmp/tokens.jsonl"
 ARGUMENTS: Final = ("--enforce-eager", "--dtype=float32", "--max-model-len=1024", "--max-num-seqs=32")
 NUMA: Final = "libnuma.so.1"  # of this machine: vLLM for a CPU wants it, and no wheel brings it
@@ -102,13 +101,10 @@ class EngineBeside:
         return self.engine.generated()
 
     def hold(self) -> None:
-        self._post("/pause?mode=keep")
+        self.engine.pause()
 
     def go_on(self) -> None:
-        self._post("/resume")
-
-    def _post(self, path: str) -> None:
-        httpx.post(f"{self.engine.url}{path}", timeout=60.0, trust_env=False).raise_for_status()
+        self.engine.go_on()
 
 
 class EnginePod:
