@@ -272,6 +272,48 @@ async def test_k2_one_that_could_not_be_finished_for_want_of_room_goes_too(
         assert (await taken(rig, "next"))["phase"] == "Succeeded"
 
 
+def lose(monkeypatch: pytest.MonkeyPatch, folder: Path, *, whole: bool) -> None:
+    """From the first publication on nothing can be written to this bucket any more, or nothing done in it at all."""
+    lost = False
+
+    def failing(name: str) -> None:
+        original = getattr(DirectoryStore, name)
+
+        def act(store: DirectoryStore, key: str, *arguments: Any) -> Any:
+            nonlocal lost
+            lost = lost or (name == "create" and key.endswith(CHECKPOINT))
+            if lost and Path(store.uri).is_relative_to(folder):
+                raise StorageError("the bucket is lost", StorageProblem.FULL)
+            return original(store, key, *arguments)
+
+        monkeypatch.setattr(DirectoryStore, name, act)
+
+    for name in ("create", "replace", *(("get", "list", "delete") if whole else ())):
+        failing(name)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("dies", [False, True])
+async def test_k2_who_takes_another_bucket_has_checkpoints_there_and_recovers_whatever_is_left_in_the_lost_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool, dies: bool
+) -> None:
+    async with operated(tmp_path, rows(), rate=0.1) as rig:
+        await rig.until(rig.in_service, "in service")
+        lose(monkeypatch, tmp_path / "checkpoints", whole=whole)
+        rig.checkpoint("lost", timeouts={"commit": "5s"})
+        await rig.until(lambda: rig.record().get("open", {}).get("givenUp"), "given up")
+        rig.change(checkpoints={"storage": {"directory": str(tmp_path / "another")}})
+        if dies:
+            rig.cell.kill("agent")
+            await rig.until(lambda: rig.in_service(1), "recovered")
+        await rig.until(lambda: rig.final("lost"), "it is not waited for any longer")
+        found = rig.status(CHECKPOINTS, "lost")
+        assert (found["phase"], found["reason"]) == ("Failed", "StorageError")
+        assert "create another GymCheckpoint" in found["message"]
+        assert (await taken(rig, "next"))["uri"].startswith(str(tmp_path / "another"))
+        assert any("lost" in message for message in rig.events("CheckpointUnusable"))
+
+
 async def test_k2_credentials_that_are_gone_hold_an_object_for_a_minute(tmp_path: Path) -> None:
     async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
         status = await taken(rig, "one")

@@ -160,6 +160,9 @@ async def resolve(part: Part, open_store: Callable[[str], ObjectStore], failure:
     try:
         landed = await asyncio.to_thread(conclude)
     except StorageError as error:
+        if phases.is_left_behind(part.writer.status, part.origin):  # and no record has it open: it stays unpublished
+            message = f"{error}; the stack has another storage since, so it is given up: create another GymCheckpoint"
+            return Failed("StorageError", message)
         log.warning("checkpoint %s/%s cannot be settled yet: %s", part.writer.namespace, part.writer.name, error)
         return None
     except ProtocolError as error:

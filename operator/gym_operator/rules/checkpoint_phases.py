@@ -99,6 +99,18 @@ def part_of(status: CheckpointStatus, index: int) -> CheckpointCell:
     return next((part for part in status.cells if part.index == index), CheckpointCell(index=index))
 
 
+def is_left_behind(status: CheckpointStatus, origin: Origin | None) -> bool:
+    """Whether it was begun in another place than where its stack keeps checkpoints by now."""
+    if status.storage is None or origin is None:
+        return False
+    return _place(status.storage) != _place(origin.storage)
+
+
+def _place(storage: Mapping[str, Any]) -> tuple[Any, ...]:
+    s3 = storage.get("s3") or {}
+    return storage.get("directory"), s3.get("bucket"), s3.get("prefix") or ""
+
+
 def has_begun(status: CheckpointStatus) -> bool:
     """Whether any part was taken, or tried."""
     return any(part.phase in OPEN or part.uri is not None for part in status.cells)

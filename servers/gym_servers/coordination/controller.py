@@ -505,7 +505,8 @@ class CellController:
         await self._update(change)
 
     async def settle(self, *, reopen: bool = True) -> tuple[Publication, str] | None:
-        """Settle the checkpoint that was left open and reopen whoever it closed; what became of it.
+        """Settle the checkpoint that was left open and reopen whoever it closed; what became of it, None where there
+        is none, or it lies where nobody looks any more. Raises StorageError.
 
         `reopen=False` where the processes are about to be replaced."""
         left = self.record.open
@@ -528,8 +529,19 @@ class CellController:
         grave = tombstone(request, "its coordinator ended before it was published", self._wall())
         # What was to stop stays closed until it is known whether it has: if it has, nobody may go on behind its cut.
         # If not, the next look finds it closed for nothing.
-        async with leased(lambda: self._clients if left.stop else (), left.checkpoint_id, self.settings.lease_grace):
-            settled = await asyncio.to_thread(settle_left_open, self._open_store(left.uri), left, grave)
+        try:
+            async with leased(
+                lambda: self._clients if left.stop else (), left.checkpoint_id, self.settings.lease_grace
+            ):
+                settled = await asyncio.to_thread(settle_left_open, self._open_store(left.uri), left, grave)
+        except StorageError as error:
+            if left.uri.startswith(join(self.settings.root, "")):
+                raise
+            # Another storage was chosen since. Nothing is continued from there any more, and nobody knows of it here.
+            await self._save(open=None)
+            text = f"checkpoint {left.name} is given up where the stack keeps its checkpoints no more: {error}"
+            await self._host.announce("Warning", "CheckpointUnusable", text)
+            return None
         published = settled[0].state == "published"
         await self._save(**published_under(left, settled[1]) if published else {"open": None})
         return settled
