@@ -127,6 +127,33 @@ def test_a_context_that_is_not_there_is_named(kubeconfig: Path) -> None:
     assert "there" in err
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        b"[]",
+        b"text",
+        b"\x9f\xff",
+        b"users: [{token: 's3cr3t",
+        {"users": [{"name": "u", "token": "s3cr3t"}]},
+        {"clusters": [{"name": "c", "server": "s3cr3t"}]},
+        {"clusters": [{"name": "c", "cluster": {"server": "https://h", "certificate-authority-data": "czNjcjN0"}}]},
+        {"users": [{"name": "u", "user": {"client-certificate-data": "czNjcjN0", "client-key-data": "czNjcjN0"}}]},
+    ],
+    ids=str,
+)
+def test_a_kubeconfig_that_cannot_be_read_is_told_without_what_is_in_it(
+    kubeconfig: Path, wrong: bytes | dict[str, Any]
+) -> None:
+    if isinstance(wrong, dict):
+        https = yaml.safe_load(kubeconfig.read_text().replace("http:", "https:"))
+        wrong = yaml.safe_dump({**https, **wrong}).encode()
+    kubeconfig.write_bytes(wrong)
+    code, out, err = run("status", "demo", kubeconfig=kubeconfig)
+    assert (code, out) == (3, "") and is_one_line(err)
+    assert "no cluster is configured" in err and "--kubeconfig" in err
+    assert "s3cr3t" not in err
+
+
 def test_a_stack_that_is_not_there_brings_those_that_are(api: Api, kubeconfig: Path) -> None:
     api.answers[f"{GROUP}/gymstacks"] = listing(stack("one"), stack("two"))
     code, _, err = run("status", "demo", kubeconfig=kubeconfig)

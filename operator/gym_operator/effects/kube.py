@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from ssl import SSLError
 from typing import Any, Final, NamedTuple, Protocol
 
 import aiohttp
@@ -278,7 +280,9 @@ async def connect(
     context: str | None = None,
 ) -> ApiKube:
     """A client for the cluster this runs in, or for the one a kubeconfig names. Raises KubeConfigError."""
-    return ApiKube(ApiClient(await load_configuration(kubeconfig, context)), refused)
+    configuration = await load_configuration(kubeconfig, context)
+    with _configuring():  # it reads the certificates
+        return ApiKube(ApiClient(configuration), refused)
 
 
 async def load_configuration(kubeconfig: str | None, context: str | None = None) -> Configuration:
@@ -321,8 +325,12 @@ def _is_inside(kubeconfig: str | None, context: str | None) -> bool:
 def _configuring() -> Iterator[None]:
     try:
         yield
-    except (ConfigException, OSError, YAMLError) as error:
+    except (ConfigException, OSError, YAMLError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
+        if isinstance(error, (SSLError, TypeError, ValueError)):
+            reason = f"the kubeconfig or a certificate in it cannot be read: {type(error).__name__}"
+        # Where an entry lacks something, the library shows all that it has: a token too.
+        reason = re.sub(r"\{.*\}", "{...}", reason)
         raise KubeConfigError(f"no cluster is configured: {reason}; give --kubeconfig or set KUBECONFIG") from error
 
 
