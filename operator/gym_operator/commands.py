@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from gym_servers.log_level import log_as_told
+from gym_servers.stack.settings import SettingsError
 
 cli = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
@@ -46,14 +48,11 @@ def main() -> None:
     from gym_operator.effects.kube import KubeConfigError
     from gym_operator.handlers.running import StartError
 
-    level = os.environ.get("GYM_LOG_LEVEL", "INFO")
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    for noisy in ("kopf", "httpx", "httpcore", "kubernetes", "aiohttp", "asyncio", "boto3", "botocore", "urllib3"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
     # In a thread of its own it warns each time that signals are not its matter.
     logging.getLogger("kopf._core.reactor.running").setLevel(logging.ERROR)
     try:
+        log_as_told("%(asctime)s %(levelname)s %(name)s: %(message)s")
         cli()
-    except (StartError, KubeConfigError) as error:
+    except (StartError, KubeConfigError, SettingsError) as error:
         print(f"gym-operator: {error}", file=sys.stderr)
         sys.exit(2)

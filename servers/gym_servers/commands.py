@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import sys
 import time
 from collections.abc import Coroutine
@@ -16,6 +15,7 @@ import typer
 
 from gym_servers.loading import loading
 from gym_servers.local.children import Told, end_with_parent, until_told
+from gym_servers.log_level import log_as_told
 from gym_servers.stack.settings import SettingsError, load_settings
 from gym_servers.stack.spec import SpecError
 from gym_servers.storage.store import StorageError
@@ -23,7 +23,6 @@ from gym_servers.storage.store import StorageError
 T = TypeVar("T")
 
 ERRORS = (SettingsError, SpecError, StorageError)  # what a user can mend: told in one line
-_LEVEL = os.environ.get("GYM_LOG_LEVEL", "INFO")
 _FORMAT = "%(levelname)s %(name)s: %(message)s"
 
 cli = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
@@ -140,7 +139,7 @@ def _until_told(work: Coroutine[Any, Any, T], folder: Path, *expected: type[Exce
     """Do a runner's work in `folder`. The screen is for what people can act on: what is logged, and the trace of an
     error that is none of the `expected` ones, goes to a file beside the servers' logs."""
     log = folder / "runner.log"
-    logging.basicConfig(filename=log, level=_LEVEL, format=_FORMAT, force=True)
+    log_as_told(_FORMAT, file=log)
     logging.raiseExceptions = False  # a full disk is told by those who need it
     try:
         return asyncio.run(until_told(work))
@@ -160,10 +159,9 @@ def _announce(level: str, reason: str, message: str) -> None:
 
 def main() -> None:
     """Errors that a user can mend are one line, without a trace."""
-    logging.basicConfig(level=_LEVEL, format=_FORMAT)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
     end_with_parent()
     try:
+        log_as_told(_FORMAT)
         cli()
     except ERRORS as error:
         print(f"gym-servers: {error}", file=sys.stderr)

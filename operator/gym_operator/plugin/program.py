@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 
 from gym_operator.plugin.arguments import cli
 from gym_operator.plugin.exits import OUR_FAULT, NotDone, OutOfReach, PluginError, Unusable
+from gym_servers.log_level import log_as_told
 from gym_servers.protocol.errors import ProtocolError
+from gym_servers.stack.settings import SettingsError
 from gym_servers.stack.spec import SpecError
 from gym_servers.storage.store import StorageError
 
 
 def main() -> None:
     """Read the command line and do it."""
-    level = os.environ.get("GYM_LOG_LEVEL", "CRITICAL")
-    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
     try:
+        log_as_told("%(levelname)s %(name)s: %(message)s", otherwise="CRITICAL")
         cli(prog_name="kubectl gym")
     except Exception as error:
         logging.getLogger(__name__).debug("the verb ended", exc_info=True)
@@ -30,7 +30,7 @@ def as_told(error: Exception) -> str:
     match error:
         case ProtocolError():
             text = error.detail
-        case PluginError() | StorageError() | SpecError():
+        case PluginError() | StorageError() | SpecError() | SettingsError():
             text = str(error)
         case _:
             text = (
@@ -49,7 +49,7 @@ def code_of(error: Exception) -> int:
             return OutOfReach.code
         case ProtocolError():
             return NotDone.code
-        case SpecError():
+        case SpecError() | SettingsError():
             return Unusable.code
         case _:
             return OUR_FAULT
