@@ -216,14 +216,26 @@ def test_a_place_needs_no_cluster(tmp_path: Path) -> None:
         ("checkpoint", "demo", "--timeout", "soon"),
         ("inspect", "one", "--digest", "d"),
         ("nonsense",),
+        ("status", ""),
+        ("status", "demo", "-n", "../x"),
+        ("logs", ""),
+        ("inspect", ""),
     ],
 )
 def test_wrong_arguments_are_told_and_nothing_is_asked(
     api: Api, kubeconfig: Path, arguments: tuple[str, ...]
 ) -> None:
     code, _, err = run(*arguments, kubeconfig=kubeconfig)
-    assert code == 2 and "Traceback" not in err
+    assert code == 2 and "Traceback" not in err and len(err) < 1000
     assert api.asked == []
+
+
+def test_a_name_that_is_empty_is_told_wherever_it_stands(api: Api, kubeconfig: Path) -> None:
+    """As where a script has not set the variable that it gives."""
+    api.answers |= {f"{GROUP}/gymstacks/demo": stack("demo"), f"{GROUP}/gymcheckpoints": listing()}
+    for arguments in (("drill", "demo", "--from", ""), ("checkpoints", "")):
+        code, out, err = run(*arguments, kubeconfig=kubeconfig)
+        assert (code, out) == (2, "") and is_one_line(err), arguments
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -26,6 +27,8 @@ from gym_operator.plugin.exits import NoAnswer, OutOfReach, Unusable
 from gym_operator.plugin.views.text import some_of
 
 CHOOSE: Final = "choose another cluster with --context; kubectl config get-contexts lists them"
+LONGEST_TOLD: Final = 60
+"""Characters of what is no name that an error repeats."""
 
 
 class UserKube(Kube, Protocol):
@@ -56,7 +59,8 @@ class Cluster:
         return await self._named(CHECKPOINTS, names.CHECKPOINT_KIND, name)
 
     async def find(self, resource: Resource, name: str) -> Body | None:
-        """An object, None where there is none of that name."""
+        """An object, None where there is none of that name. Raises Unusable also for what is no name."""
+        check_name(resource.plural, name)
         with self._asking("get", resource):
             try:
                 return await self.kube.get(resource, self.namespace, name)
@@ -101,6 +105,13 @@ class Cluster:
             raise refusal(error, verb, resource, self.namespace) from error
 
 
+def check_name(of: str, name: str) -> None:
+    """Raise Unusable for what no object is called: nothing else may become part of a request's path."""
+    if not re.fullmatch(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?", name):
+        told = repr(name if len(name) <= LONGEST_TOLD else f"{name[:LONGEST_TOLD]}...")
+        raise Unusable(f"{told} is no name of {of}: write lower-case letters, digits, dashes and dots")
+
+
 def refusal(error: KubeError, verb: str, resource: Resource, namespace: str) -> OutOfReach | Unusable:
     """What to tell people of an answer of the API server that is no success."""
     kind = f"{resource.plural}.{resource.group}" if resource.group else resource.plural
@@ -130,7 +141,8 @@ async def connected(kubeconfig: str | None, context: str | None, namespace: str 
     """
     try:
         kube = await connect(kubeconfig, context=context)
-        found = namespace or namespace_of(kubeconfig, context)
+        found = namespace_of(kubeconfig, context) if namespace is None else namespace
+        check_name("a namespace", found)
     except KubeConfigError as error:
         raise OutOfReach(f"{error}, or {CHOOSE}") from error
     try:
