@@ -19,8 +19,11 @@ def is_place(wanted: str) -> bool:
 
 
 def folder_of(uri: str) -> str:
-    """The folder of a checkpoint, also where its document is named."""
-    return uri.removesuffix(f"/{CHECKPOINT}").rstrip("/")
+    """The folder of a checkpoint, also where its document is named. Raises Unusable where no folder is."""
+    folder = uri.rstrip("/").removesuffix(f"/{CHECKPOINT}").rstrip("/")
+    if folder in ("", "s3:"):
+        raise Unusable(f"{uri} is no checkpoint's folder: write s3://bucket/folder, or a path")
+    return folder
 
 
 def places_of(body: Mapping[str, Any]) -> list[Place]:

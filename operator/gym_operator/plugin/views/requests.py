@@ -9,6 +9,7 @@ from typing import Any
 from gym_operator.api.checkpoint import CheckpointSpec
 from gym_operator.api.restore import RestoreSpec
 from gym_operator.plugin.exits import Unusable
+from gym_operator.plugin.views.places import folder_of
 from gym_servers.stack.durations import parse_duration
 from gym_servers.stack.spec import SpecError
 
@@ -72,7 +73,7 @@ def source_of(wanted: str, digest: str | None) -> Body:
                 f"{wanted} is a place, and a place alone proves nothing: give its digest with --digest; kubectl gym "
                 f"inspect {wanted} shows it"
             )
-        return {"uri": wanted.rstrip("/"), "digest": digest}
+        return {"uri": folder_of(wanted), "digest": digest}
     if digest is not None:
         raise Unusable("--digest is for a place: leave it out, a GymCheckpoint knows its own")
     return {"labels": labels_of(wanted.split(","))} if "=" in wanted else {"checkpointRef": {"name": wanted}}

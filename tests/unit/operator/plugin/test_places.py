@@ -30,6 +30,12 @@ def test_the_document_stands_for_its_folder(uri: str) -> None:
     assert folder_of(uri) == "s3://bucket/x"
 
 
+@pytest.mark.parametrize("uri", ["/", "//", "s3://", "s3:///", "/checkpoint.json", "s3:///checkpoint.json"])
+def test_what_is_no_folder_is_told(uri: str) -> None:
+    with pytest.raises(Unusable, match="is no checkpoint's folder"):
+        folder_of(uri)
+
+
 def test_what_is_published_has_a_place_whatever_became_of_the_rest() -> None:
     good = {"index": 1, "uri": "s3://bucket/1", "digest": "d"}
     (place,) = places_of(checkpoint(phase="Failed", cells=[{"index": 0, "uri": "s3://bucket/0"}, good]))

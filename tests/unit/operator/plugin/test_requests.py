@@ -55,6 +55,7 @@ def test_what_the_api_server_would_refuse_is_refused_before(stack: str, labels: 
         ("one", None, {"checkpointRef": {"name": "one"}}),
         ("step=7,run=a", None, {"labels": {"step": "7", "run": "a"}}),
         ("s3://bucket/x/", DIGEST, {"uri": "s3://bucket/x", "digest": DIGEST}),
+        ("s3://bucket/x/checkpoint.json", DIGEST, {"uri": "s3://bucket/x", "digest": DIGEST}),
     ],
 )
 def test_a_source_is_told_by_how_it_looks(wanted: str, digest: str | None, source: dict[str, Any]) -> None:
