@@ -328,6 +328,8 @@ async def test_where_the_pods_may_not_be_listed_its_folder_stays_and_that_is_sai
         rig.kube.permitted = lambda verb, resource, name: (verb, resource) != ("list", PODS)
         await running
         assert "you may not list pods in namespace local" in page.err.getvalue()
+        (left,) = {key.partition("/")[0] for key in others_files(rig)}
+        assert f"files stay in {rig.folder / 'checkpoints' / left}" in page.err.getvalue()
         assert objects(rig) == before
 
 

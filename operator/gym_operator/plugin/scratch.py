@@ -14,6 +14,7 @@ from gym_operator.plugin.screen import Screen
 from gym_operator.plugin.sources import opened
 from gym_operator.plugin.views.scratch import is_of, place_of, scratch_restore, taken_by
 from gym_servers.stack.render import stack_root
+from gym_servers.stack.spec import StorageSpec
 from gym_servers.storage.ownership import owner_of
 from gym_servers.storage.parallel import side_by_side
 from gym_servers.storage.store import ObjectStore, StorageError
@@ -113,8 +114,12 @@ class Scratch:
         if stack is None:
             return  # none was made
         self._screen.tell(f"GymStack {self._name} is deleted; its pods end")
-        if await self._pods_are_gone(stack["metadata"]["uid"]):
-            await self._sweep(stack)
+        spec, identity = place_of(stack)
+        root = stack_root(spec, identity)
+        if await self._pods_are_gone(identity.uid):
+            await self._sweep(spec, root, identity.uid)
+        else:
+            self._screen.tell(f"a few small files stay in {root}, which may be removed once its pods are gone")
 
     async def _delete(self, resource: Resource) -> Body | None:
         """What was there of this drill, and is deleted now; None where there is nothing."""
@@ -147,14 +152,12 @@ class Scratch:
         self._screen.tell(f"pods of {self._name} are there still, as on a node that is lost; Kubernetes ends them")
         return False
 
-    async def _sweep(self, stack: Body) -> None:
+    async def _sweep(self, spec: StorageSpec, root: str, uid: str) -> None:
         """Remove the folder that the operator has made for it in the bucket: whose it is, and used-up attempts."""
-        spec, identity = place_of(stack)
-        root = stack_root(spec, identity)
         try:
             storage = await opened(self._cluster, spec)
             for _ in range(SWEEPS):
-                if not await asyncio.to_thread(lambda: empty(storage.open(root), identity.uid)):
+                if not await asyncio.to_thread(lambda: empty(storage.open(root), uid)):
                     return
                 await asyncio.sleep(SETTLE_SECONDS)
         except (PluginError, StorageError) as error:
