@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from gym_rig.cell import Rig, cell
-from gym_rig.virtual import now
+from gym_rig.virtual import now, settle
 from gym_servers.control.plane import ControlPlane
 from gym_servers.control.writes import RecordWrite
 from gym_servers.coordination import checkpoint as coordination
 from gym_servers.coordination.checkpoint import CheckpointFailed, Progress
 from gym_servers.coordination.client import ParticipantClient, Unreachable
 from gym_servers.coordination.record import Stage
+from gym_servers.coordination.settle import settle_left_open
 from gym_servers.coordination.verbs import together
 from gym_servers.engine.rows import counter_rows
 from gym_servers.protocol.errors import ProtocolError
@@ -108,6 +109,47 @@ async def test_a_checkpoint_that_was_declared_failed_is_never_published_later(
         await rig.until(lambda: rig.controller.record.open is None)
         assert (left, stored(rig)) == ([], ["abandoned"])
         await rig.checkpoint("two")
+
+
+@pytest.mark.parametrize("broken_off", [False, True])
+async def test_nothing_is_forsaken_while_a_thread_may_still_publish_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken_off: bool
+) -> None:
+    """Or somebody is told that it will not be published, and it is. `broken_off`: nobody waits for the thread."""
+    async with collecting(tmp_path) as rig:
+        await under_way(rig)
+        away = unreliable(monkeypatch, "away", "away", "away")
+        with pytest.raises(CheckpointFailed):
+            await rig.controller.take("one-id", "one", quiet)
+        away.clear()
+        controller, to_thread, may_go_on = rig.controller, asyncio.to_thread, asyncio.Event()
+        left = controller.record.open
+        assert left is not None
+        # As a coordinator leaves it that dies before anything has failed.
+        controller.record = controller.record.model_copy(update={"open": left.model_copy(update={"given_up": False})})
+
+        async def slow(work: Callable[..., Any], *arguments: Any) -> Any:
+            if work is settle_left_open:
+                await may_go_on.wait()
+            return await to_thread(work, *arguments)
+
+        monkeypatch.setattr(asyncio, "to_thread", slow)
+        settling = asyncio.ensure_future(controller.settle(reopen=False))
+        await settle()
+        if broken_off:
+            settling.cancel()
+            await asyncio.wait([settling])
+        await controller.forsake("one-id")
+        assert controller.record.open is not None
+        assert not controller.record.open.given_up
+        may_go_on.set()
+        if not broken_off:
+            await settling
+            assert controller.record.open is None
+        await asyncio.sleep(1.0)  # of virtual time, which stands still while a thread works
+        assert stored(rig) == ["published"]
+        await controller.forsake("one-id")
+        assert broken_off == (controller.record.open is not None and controller.record.open.given_up)
 
 
 @pytest.mark.parametrize("during", ["its announcement", "its write"])

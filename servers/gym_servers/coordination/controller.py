@@ -83,6 +83,7 @@ class CellController:
         self._seen: Mapping[str, d.Seen] = {}
         self._recovering = False
         self._changing = asyncio.Lock()
+        self._settling = 0  # threads that may publish what is open, also such as nobody waits for any more
 
     @property
     def busy(self) -> bool:
@@ -493,12 +494,12 @@ class CellController:
         return outcome
 
     async def forsake(self, checkpoint_id: str) -> None:
-        """Nobody wants this checkpoint any more: if it is open, it is not to be published. Raises what saving the
-        record raises."""
+        """Nobody wants this checkpoint any more: if it is open, it is not to be published. Nothing is changed while
+        something may still publish it: it has to be asked again. Raises what saving the record raises."""
 
         def change(record: CellRecord) -> Mapping[str, Any]:
             left = record.open
-            if left is None or left.checkpoint_id != checkpoint_id:
+            if left is None or left.checkpoint_id != checkpoint_id or self._settling:
                 return {}
             return {"open": left.model_copy(update={"given_up": True})}
 
@@ -533,7 +534,12 @@ class CellController:
             async with leased(
                 lambda: self._clients if left.stop else (), left.checkpoint_id, self.settings.lease_grace
             ):
-                settled = await asyncio.to_thread(settle_left_open, self._open_store(left.uri), left, grave)
+                async with self._changing:  # by what the record says now
+                    stands = self.record.open or left
+                    self._settling += 1
+                work = unattended(asyncio.to_thread(settle_left_open, self._open_store(left.uri), stands, grave))
+                work.add_done_callback(self._thread_ended)
+                settled = await asyncio.shield(work)
         except StorageError as error:
             if left.uri.startswith(join(self.settings.root, "")):
                 raise
@@ -545,6 +551,9 @@ class CellController:
         published = settled[0].state == "published"
         await self._save(**published_under(left, settled[1]) if published else {"open": None})
         return settled
+
+    def _thread_ended(self, _: object) -> None:
+        self._settling -= 1
 
     async def _save(self, **changes: Any) -> None:
         """Persist first, then believe: what is not durable did not happen."""
