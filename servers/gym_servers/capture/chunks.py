@@ -19,6 +19,22 @@ class NoChunk(ValueError):
 @dataclass(frozen=True)
 class Delta:
     """Tokens that arrived together; `finish_reason` is set on the last. `version`: of the weights they were sampled
+class Lines:
+    """The lines of a stream, whose bytes come in any pieces. A line feed ends a line and nothing else does: what
+    other readers of text break it at may stand in a chunk as it is, where a model has said it."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[str]:
+        """The lines that end here. Raises NoChunk."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        try:
+            return [line.decode().removesuffix("\r") for line in lines]
+        except UnicodeDecodeError as error:
+            raise NoChunk("the engine sent what is no text") from error
+
+
     with; `versions`: what the engine says of all tokens of this stream, counted from its first. Empty where it does
     not say."""
 

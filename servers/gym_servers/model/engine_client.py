@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from gym_servers.capture.chunks import Delta, NoChunk, delta_of, version_of, words_of
+from gym_servers.capture.chunks import Delta, Lines, NoChunk, delta_of, version_of, words_of
 from gym_servers.protocol import headers
 from gym_servers.protocol.errors import ProtocolError
 
@@ -113,12 +113,14 @@ class EngineClient:
                 if not response.is_success:
                     await response.aread()
                     raise _refused(response)
-                async for line in response.aiter_lines():
-                    if (told := version_of(line)) is not None:
-                        version = told
-                    elif (delta := delta_of(line)) is not None:
-                        yield delta if delta.version or not version else replace(delta, version=version)
-        except httpx.TransportError as error:
+                lines = Lines()
+                async for data in response.aiter_bytes():
+                    for line in lines.feed(data):
+                        if (told := version_of(line)) is not None:
+                            version = told
+                        elif (delta := delta_of(line)) is not None:
+                            yield delta if delta.version or not version else replace(delta, version=version)
+        except httpx.RequestError as error:
             slow = isinstance(error, httpx.ReadTimeout)
             raise EngineBroke(f"{type(error).__name__} from {self.base_url}", slow=slow) from error
         except NoChunk as error:

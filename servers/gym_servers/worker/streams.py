@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import replace
 
-from gym_servers.capture.chunks import NoChunk, add, delta_of
+from gym_servers.capture.chunks import Lines, add, delta_of
 from gym_servers.capture.tokens import Frozen, Tokens
 
 MOST_ENDED = 1024  # streams that have ended and may not have arrived yet
@@ -15,7 +15,7 @@ class PassingStream:
     """One stream. Bytes come in any pieces; what cannot be understood makes the stream unusable, never the reply."""
 
     def __init__(self) -> None:
-        self._tokens, self._rest, self._broken = Tokens(), b"", False
+        self._tokens, self._lines, self._broken = Tokens(), Lines(), False
 
     def feed(self, data: bytes, version: str = "") -> None:
         """Bytes as they pass, under the weights of a version where the engine itself does not say which."""
@@ -23,10 +23,10 @@ class PassingStream:
             return
         *lines, self._rest = (self._rest + data).split(b"\n")
         try:
-            for line in lines:
-                if (delta := delta_of(line.decode().rstrip("\r"))) is not None:
+            for line in self._lines.feed(data):
+                if (delta := delta_of(line)) is not None:
                     add(self._tokens, delta if delta.version else replace(delta, version=version), 0)
-        except (NoChunk, ValueError):
+        except ValueError:  # NoChunk is one too
             self._broken = True
 
     def frozen(self) -> Frozen:

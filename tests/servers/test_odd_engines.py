@@ -1,0 +1,78 @@
+"""Engines that say what nobody expects: a call ends with a reason or goes on, and what was captured can be read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gym_rig.cell import Rig
+from gym_rig.wire import foreign, ok, serving
+from gym_servers.protocol import headers
+
+PATH = "/ng-rollout/x/v1/chat/completions"
+ASK = {"messages": [{"role": "user", "content": "go"}]}
+POSITION = {headers.MODEL_CALL: "1.1"}
+MANIFEST = "http://policy/training-token-capture/control/rollouts/x/manifest"
+END = b"data: [DONE]\n\n"
+# Each of these ends a line where Python breaks a text; JSON needs none of them escaped but the first four.
+BREAKS = "\x0b\x0c\r\x1c\x85\u2028\u2029"
+Stream = Iterable[bytes]
+
+
+def chunk(text: str, finish: str | None = None, **other: Any) -> bytes:
+    """Tokens of a text as vLLM sends them: the text stands in it as it is."""
+    ids = list(text.encode())
+    choice = {"token_ids": ids, "logprobs": {"token_logprobs": [-0.5] * len(ids)}, "text": text, **other}
+    document = {"choices": [{**choice, "finish_reason": finish}]}
+    return b"data: " + json.dumps(document, ensure_ascii=False).encode() + b"\n\n"
+
+
+class Odd:
+    """In the engine's place: its streams are given one after the other, the last of them for ever."""
+
+    def __init__(self, rig: Rig, *streams: Stream | Callable[[], Stream], **extra: str) -> None:
+        self.prompts: list[list[int]] = []
+        self.version = ""
+        self._streams, self._extra = list(streams), extra
+        rig.network._hosts["engine"] = (self, rig.network._hosts["engine"][1])
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        from starlette.responses import JSONResponse, StreamingResponse
+
+        if scope["path"] != "/v1/completions":
+            await JSONResponse({"weight_version": self.version})(scope, receive, send)
+            return
+        self.prompts.append(json.loads((await receive())["body"])["prompt"])
+        stream = self._streams.pop(0) if len(self._streams) > 1 else self._streams[0]
+        head = self._extra if self._streams and stream is not self._streams[0] else {}
+
+        async def body() -> Any:
+            for part in stream() if callable(stream) else stream:
+                yield part
+                await asyncio.sleep(0.01)
+
+        answer = StreamingResponse(body(), media_type="text/event-stream", headers=head)
+        await answer(scope, receive, send)
+
+
+async def text(rig: Rig) -> str:
+    """The text of the reply, which comes before an engine would be asked for ever."""
+    async with asyncio.timeout(60.0):
+        reply, _ = await ok(rig, "policy", PATH, ASK, **POSITION)
+    return str(reply["choices"][0]["message"]["content"])
+
+
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+async def test_what_a_model_says_ends_no_line_of_the_stream_it_comes_in(tmp_path: Path, size: int) -> None:
+    async with foreign(tmp_path) as rig:
+        await serving(rig)
+        said = "".join(f"word{mark}" for mark in BREAKS)
+        whole = chunk(said) + chunk("end", "stop") + END
+        engine = Odd(rig, [whole[at : at + size] for at in range(0, len(whole), size)])
+        assert await text(rig) == f"{said}end"
+        assert len(engine.prompts) == 1
