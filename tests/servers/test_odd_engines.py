@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from gym_rig.cell import Rig
-from gym_rig.wire import foreign, ok, serving
+from gym_rig.cell import TOKEN, Rig
+from gym_rig.wire import code, foreign, ok, post, serving
 from gym_servers.protocol import headers
 
 PATH = "/ng-rollout/x/v1/chat/completions"
@@ -76,3 +76,44 @@ async def test_what_a_model_says_ends_no_line_of_the_stream_it_comes_in(tmp_path
         engine = Odd(rig, [whole[at : at + size] for at in range(0, len(whole), size)])
         assert await text(rig) == f"{said}end"
         assert len(engine.prompts) == 1
+
+
+NUMBERS = [
+    ("[65]", "[null]"),
+    ("[65]", "[NaN]"),
+    ("[65]", "[-Infinity]"),
+    ("[65]", "[1e39]"),
+    ("[65]", '["x"]'),
+    ("[65]", "[]"),
+    ("[65]", "5"),
+    ("[2147483648]", "[-1]"),
+    ("[-1]", "[-1]"),
+    ("[null]", "[-1]"),
+    ("[1.5]", "[-1]"),
+    ('["A"]', "[-1]"),
+    ('"A"', "[-1]"),
+    ('{"a": 1}', "[-1]"),
+]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(("ids", "logprobs"), NUMBERS)
+async def test_c11_what_is_no_token_is_refused_and_takes_nothing_with_it(
+    tmp_path: Path, ids: str, logprobs: str, streamed: bool
+) -> None:
+    odd = (
+        f'data: {{"choices":[{{"token_ids":{ids},"logprobs":{{"token_logprobs":{logprobs}}},"finish_reason":null}}]}}'
+    )
+    async with foreign(tmp_path) as rig:
+        await serving(rig)
+        Odd(rig, [odd.encode() + b"\n\n"], [chunk("well", "stop"), END])
+        response = await post(rig, "policy", PATH, {**ASK, "stream": streamed}, **POSITION)
+        assert (response.status_code, code(response)) == (409, "checkpoint_error"), response.text
+        assert "the engine sent" in response.text
+        assert await text(rig) == "well"
+        async with rig.network.client() as client:
+            manifest = await client.get(MANIFEST, headers={"authorization": f"Bearer {TOKEN}"})
+        assert manifest.status_code == 200
+        (record,), (failure,) = manifest.json()["records"], manifest.json()["failures"]
+        assert len(record["generation_token_ids"]) == len(record["generation_log_probs"]) == 4
+        assert "the engine sent" in failure["reason"]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gym_servers.capture.arrays import float32, int32
 from gym_servers.capture.tokens import Span, Tokens
 
 ABORT = "abort"  # the finish reason of a generation that its engine gave up, such as for new weights
@@ -16,9 +19,6 @@ class NoChunk(ValueError):
     """An event of a stream that is no chunk of a completion; the message is its reason, where there is one."""
 
 
-@dataclass(frozen=True)
-class Delta:
-    """Tokens that arrived together; `finish_reason` is set on the last. `version`: of the weights they were sampled
 class Lines:
     """The lines of a stream, whose bytes come in any pieces. A line feed ends a line and nothing else does: what
     other readers of text break it at may stand in a chunk as it is, where a model has said it."""
@@ -35,6 +35,9 @@ class Lines:
             raise NoChunk("the engine sent what is no text") from error
 
 
+@dataclass(frozen=True)
+class Delta:
+    """Tokens that arrived together; `finish_reason` is set on the last. `version`: of the weights they were sampled
     with; `versions`: what the engine says of all tokens of this stream, counted from its first. Empty where it does
     not say."""
 
@@ -66,7 +69,7 @@ def delta_of(line: str) -> Delta | None:
         )
     except NoChunk:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise NoChunk("the engine sent what is no chunk of a completion") from error
 
 
@@ -92,12 +95,22 @@ def version_of(line: str) -> str | None:
 
 def add(tokens: Tokens, delta: Delta, start: int) -> None:
     """Put a delta behind `tokens`; its stream began when there were `start`. Raises ValueError where its ids and
-    log-probabilities differ in number."""
-    tokens.extend(delta.ids, delta.logprobs, delta.version)
+    log-probabilities differ in number, or are no such numbers; then none of them is taken."""
+    tokens.extend(*_numbers(delta), delta.version)
     if delta.versions:
         tokens.versions(delta.versions, start)
     # An engine that aborts what it has has not come to its end.
     tokens.finish = delta.finish_reason if delta.finish_reason != ABORT else None
+
+
+def _numbers(delta: Delta) -> tuple[array[int], array[float]]:
+    try:
+        ids, logprobs = int32(delta.ids), float32(delta.logprobs)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError("token ids or log-probabilities that are no such numbers") from error
+    if min(ids, default=0) < 0 or not all(map(math.isfinite, logprobs)):
+        raise ValueError("a token id below 0 or a log-probability that is not finite")
+    return ids, logprobs
 
 
 def words_of(body: Any, most: int = 300) -> str:

@@ -158,6 +158,9 @@ def test_a_passing_stream_is_followed_in_any_pieces() -> None:
         b"data: 5\n",
         b'data: {"error":{"message":"no"}}\n',
         b'data: {"choices":[{"token_ids":[1],"logprobs":{"token_logprobs":[]}}]}\n',
+        b'data: {"choices":[{"token_ids":[1],"logprobs":{"token_logprobs":[null]}}]}\n',
+        b'data: {"choices":[{"token_ids":[4294967296],"logprobs":{"token_logprobs":[-1]}}]}\n',
+        b"data: " + b"[" * 200_000 + b"\n",
         b"\xff\xfe\n",
     ],
 )
