@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from gym_rig.cell import TOKEN, Rig
 from gym_rig.wire import code, foreign, ok, post, serving
+from gym_servers.model.engine_client import EngineBroke, EngineClient
 from gym_servers.protocol import headers
 
 PATH = "/ng-rollout/x/v1/chat/completions"
@@ -117,3 +119,54 @@ async def test_c11_what_is_no_token_is_refused_and_takes_nothing_with_it(
         (record,), (failure,) = manifest.json()["records"], manifest.json()["failures"]
         assert len(record["generation_token_ids"]) == len(record["generation_log_probs"]) == 4
         assert "the engine sent" in failure["reason"]
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        b"\xff\xfe\n\n",
+        b"data: {\n\n",
+        b"data: 5\n\n",
+        b'data: {"choices": 5}\n\n',
+        b'data: {"choices": [{"token_ids": [65], "logprobs": [1]}]}\n\n',
+        b"data: " + b"[" * 200_000 + b"\n\n",
+        b'data: {"error": {"message": "no"}}\n\n',
+        b'data: {"choices": [{"weight_versions": [{"version": "w", "start": 0, "end": 1e999}]}]}\n\n',
+        b"",
+    ],
+)
+async def test_a_stream_that_turns_into_nonsense_is_taken_up_behind_its_tokens(
+    tmp_path: Path, nonsense: bytes
+) -> None:
+    async with foreign(tmp_path) as rig:
+        await serving(rig)
+        engine = Odd(rig, [chunk("well "), nonsense], [chunk("done", "stop"), END])
+        assert await text(rig) == "well done"
+        assert engine.prompts[1] == [*engine.prompts[0], *b"well "]
+
+
+async def test_a_body_that_cannot_be_unpacked_is_asked_for_again(tmp_path: Path) -> None:
+    async with foreign(tmp_path) as rig:
+        await serving(rig)
+        engine = Odd(rig, [b"no gzip"], [chunk("done", "stop"), END], **{"content-encoding": "gzip"})
+        assert await text(rig) == "done"
+        assert len(engine.prompts) == 2
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        httpx.Response(503),
+        httpx.Response(200, text="no JSON"),
+        httpx.Response(200, json=5),
+        httpx.Response(200, json={"data": None}),
+        httpx.Response(200, json={"data": [5]}),
+        httpx.Response(200, json={"data": [{"id": "m", "max_model_len": "long"}]}),
+        httpx.Response(200, text='{"data": [{"id": "m", "max_model_len": 1e999}]}'),
+    ],
+)
+async def test_an_engine_that_does_not_say_its_context_in_its_form_is_asked_again(answer: httpx.Response) -> None:
+    client = EngineClient("http://engine", "m")
+    async with httpx.AsyncClient(transport=httpx.MockTransport(lambda _: answer)) as client.http:
+        with pytest.raises(EngineBroke, match="/v1/models"):
+            await client.context_length()

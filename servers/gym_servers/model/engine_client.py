@@ -56,17 +56,15 @@ class EngineClient:
         Raises EngineBroke, and `invalid_request` where it does not serve the model."""
         try:
             response = await self.http.get(f"{self.base_url}/v1/models")
-            found = response.json()["data"] if response.is_success else None
-        except (httpx.TransportError, ValueError, KeyError, TypeError) as error:
+            if not response.is_success:
+                raise EngineBroke(f"{self.base_url}/v1/models answered {response.status_code}")
+            lengths = {str(one["id"]): int(one.get("max_model_len") or 0) for one in response.json()["data"]}
+        except (httpx.RequestError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise EngineBroke(f"{type(error).__name__} from {self.base_url}/v1/models") from error
-        if found is None:
-            raise EngineBroke(f"{self.base_url}/v1/models answered {response.status_code}")
-        ours = next((one for one in found if one.get("id") == self.model), None)
-        if ours is None:
-            names = ", ".join(str(one.get("id")) for one in found)
+        if self.model not in lengths:
+            names = ", ".join(lengths)
             raise ProtocolError("invalid_request", f"the engine does not serve {self.model}; it serves {names}")
-        length = ours.get("max_model_len")
-        return int(length) if length else None
+        return lengths[self.model] or None
 
     async def weight_version(self) -> str:
         """The version of the weights that the engine uses now, empty where it does not say."""
@@ -75,7 +73,7 @@ class EngineClient:
         try:
             response = await self.http.get(f"{self.base_url}/weight_info")
             return str(response.json().get("weight_version") or "") if response.is_success else ""
-        except (httpx.TransportError, ValueError, AttributeError):
+        except (httpx.RequestError, ValueError, AttributeError):
             return ""
 
     async def stream(

@@ -49,7 +49,7 @@ class WorkerCut:
             )
             if not response.is_success:
                 log.warning("the engine's side answered %s to the attempt's number", response.status_code)
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             log.warning("the engine's side was not told of attempt %s: %s", attempt, type(error).__name__)
 
     async def __call__(self, checkpoint_id: str, calls: Sequence[InventoryCall]) -> Mapping[str, Frozen | None]:
@@ -67,7 +67,7 @@ class WorkerCut:
             receipt = Receipt.model_validate_json(response.content)
             check_receipt(inventory, receipt)
             staged = await asyncio.to_thread(self._staged, receipt) if receipt.key else {}
-        except (httpx.TransportError, ValidationError, ReceiptRefused, StorageError, ValueError) as error:
+        except (httpx.RequestError, ValidationError, ReceiptRefused, StorageError, ValueError) as error:
             raise CutFailed(f"{type(error).__name__}: {error}"[:300]) from error
         found: dict[str, Frozen | None] = {}
         for call in receipt.calls:
