@@ -13,6 +13,7 @@ import pytest
 
 from gym_rig.cell import TOKEN, Rig
 from gym_rig.wire import code, foreign, ok, post, serving
+from gym_servers.capture.tokens import Span
 from gym_servers.model.engine_client import EngineBroke, EngineClient
 from gym_servers.protocol import headers
 
@@ -151,6 +152,31 @@ async def test_a_body_that_cannot_be_unpacked_is_asked_for_again(tmp_path: Path)
         engine = Odd(rig, [b"no gzip"], [chunk("done", "stop"), END], **{"content-encoding": "gzip"})
         assert await text(rig) == "done"
         assert len(engine.prompts) == 2
+
+
+async def test_c14_weights_that_changed_before_a_stream_broke_off_are_told_of_its_tokens(tmp_path: Path) -> None:
+    counter = {"journal": str(tmp_path / "journal.jsonl")}
+    config = {"base_url": "http://engine", "weight_versions": True}
+    servers = [
+        {"name": "env", "kind": "environment", "server": "single-agent-turn"},
+        {"name": "policy", "kind": "model", "server": "scripted", "config": config},
+        {"name": "agent", "kind": "agent", "server": "simple-agent"},
+        {"name": "counter", "kind": "resources", "server": "counter", "config": counter},
+    ]
+    async with foreign(tmp_path, servers=servers) as rig:
+        await serving(rig)
+
+        def changes() -> Stream:
+            yield chunk("one ")
+            engine.version = "w2"
+            yield chunk("two ")
+            yield b'data: {"error": {"message": "it is over"}}\n\n'
+
+        engine = Odd(rig, [chunk("zero ")], changes, [chunk("three", "stop"), END])
+        engine.version = "w1"
+        assert await text(rig) == "zero one two three"
+        (call,) = (await rig.participant("policy").ledger("x")).calls
+        assert call.spans == (Span("w1", 0, 5), Span("w1..w2", 5, 13), Span("w2", 13, 18))
 
 
 @pytest.mark.parametrize(

@@ -78,14 +78,16 @@ async def generate(
                     told = told or bool(delta.version or delta.versions)
                     add(tokens, delta if told else replace(delta, version=version), start)
                     grew()
-            if version and not told:
-                _between(tokens, start, version, await engine.weight_version())
         except EngineBroke as broke:
             reason = str(broke)
             if broke.slow:
                 read_seconds *= 2  # asked again in the same way it would never get to answer
         except ValueError as error:
             raise ProtocolError("checkpoint_error", f"the engine sent {error}") from error
+        if version and not told and len(tokens) > start:
+            after = await engine.weight_version()
+            if after or tokens.finish is not None:  # an engine that is away may have ended before it had others
+                _between(tokens, start, version, after)
         if tokens.finish is None:
             if sampling.unfaithful:
                 tokens.restart()
@@ -95,5 +97,5 @@ async def generate(
 
 def _between(tokens: Tokens, start: int, before: str, after: str) -> None:
     """Weights that changed while a stream went on: which of its tokens are of which is not known, and is said so."""
-    if before != after and len(tokens) > start:
+    if before != after:
         tokens.versions((Span(f"{before}..{after}", 0, len(tokens) - start),), start)
