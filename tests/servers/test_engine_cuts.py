@@ -18,9 +18,9 @@ from gym_servers.stack.settings import SettingsError
 from gym_servers.worker.middleware import GenerationCut
 
 
-def inventory(*tickets: str, checkpoint_id: str = "cp") -> dict[str, Any]:
+def inventory(*tickets: str, checkpoint_id: str = "cp", folder: str = CELL) -> dict[str, Any]:
     named = [InventoryCall(ticket=ticket, episode="r", model_call_id="1.1") for ticket in tickets]
-    return inventory_of(checkpoint_id, CELL, named).model_dump(mode="json")
+    return inventory_of(checkpoint_id, folder, named).model_dump(mode="json")
 
 
 async def test_a_receipt_covers_each_call_once_and_its_tokens_are_durable_by_then(tmp_path: Path) -> None:
@@ -48,6 +48,21 @@ async def test_a_receipt_covers_each_call_once_and_its_tokens_are_durable_by_the
         assert (other.status_code, other.json()["error"]["code"]) == (409, "checkpoint_conflict")
         ended = (await engine.cut(inventory("a", checkpoint_id="cq"))).json()
         assert unpack(engine.store.get(ended["key"]))["a"].finish == "stop"
+
+
+async def test_cells_of_one_engine_cut_for_one_checkpoint_each_its_own_calls(tmp_path: Path) -> None:
+    """A GymCheckpoint has one id in all cells of its stack."""
+    other = CELL.replace("cell-0", "cell-1")
+    async with guarded(tmp_path, collection=None) as (_, engine):
+        asked = [asyncio.ensure_future(engine.ask(ticket)) for ticket in ("a", "b")]
+        await asyncio.sleep(1.1)
+        for ticket, folder in (("a", CELL), ("b", other)):
+            receipt = (await engine.cut(inventory(ticket, folder=folder))).json()
+            assert [(call["ticket"], call["state"]) for call in receipt["calls"]] == [(ticket, "kept")]
+            assert receipt["key"].startswith(f"{folder}/")
+            assert unpack(engine.store.get(receipt["key"])).keys() == {ticket}
+        assert (await engine.cut(inventory("a", folder=other))).status_code == 409
+        await asyncio.gather(*asked)
 
 
 @pytest.mark.parametrize(

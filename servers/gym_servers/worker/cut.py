@@ -27,14 +27,16 @@ class Cutter:
     def __init__(self, streams: Streams, store: ObjectStore, worker: str) -> None:
         self._streams, self._store, self._worker = streams, store, worker
         self._receipts: OrderedDict[str, asyncio.Task[Receipt]] = OrderedDict()
-        self._digests: OrderedDict[str, str] = OrderedDict()
+        self._digests: OrderedDict[tuple[str, str], str] = OrderedDict()
 
     async def cut(self, inventory: Inventory) -> Receipt:
         """The receipt; the same inventory gets the same one again.
 
-        Raises `checkpoint_conflict` for another inventory under a checkpoint that was cut already, and
+        Raises `checkpoint_conflict` for another inventory of a cell under a checkpoint that was cut already, and
         `checkpoint_error` where the tokens cannot be made durable."""
-        known = self._digests.get(inventory.checkpoint_id)
+        # The cells of a stack take one checkpoint under one id, each with its own calls.
+        checkpoint = inventory.folder, inventory.checkpoint_id
+        known = self._digests.get(checkpoint)
         if known is not None and known != inventory.digest:
             raise ProtocolError("checkpoint_conflict", "this checkpoint was cut by another inventory")
         task = self._receipts.get(inventory.digest)
@@ -43,7 +45,7 @@ class Cutter:
             frozen, calls = self._frozen(inventory)
             task = unattended(self._stage(inventory, frozen, calls))
             self._receipts[inventory.digest] = task
-            self._digests[inventory.checkpoint_id] = inventory.digest
+            self._digests[checkpoint] = inventory.digest
             while len(self._receipts) > REMEMBERED:
                 self._receipts.popitem(last=False)
                 self._digests.popitem(last=False)
