@@ -94,7 +94,7 @@ class GenerationCut:
         try:
             await self._app(scope, receive, passing)
         finally:
-            self._streams.end(ticket)
+            self._streams.end(ticket, stream)
 
     async def _overhear(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A request of the engine's own that may name a version: it counts once it has succeeded."""

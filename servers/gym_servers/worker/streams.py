@@ -21,7 +21,6 @@ class PassingStream:
         """Bytes as they pass, under the weights of a version where the engine itself does not say which."""
         if self._broken:
             return
-        *lines, self._rest = (self._rest + data).split(b"\n")
         try:
             for line in self._lines.feed(data):
                 if (delta := delta_of(line)) is not None:
@@ -47,7 +46,9 @@ class Streams:
         stream = self._running[ticket] = PassingStream()
         return stream
 
-    def end(self, ticket: str) -> None:
+    def end(self, ticket: str, stream: PassingStream) -> None:
+        if self._running.get(ticket) is not stream:
+            return  # whoever stands between has sent the request again: the later stream has its place
         self._ended[ticket] = self._running.pop(ticket)
         while len(self._ended) > MOST_ENDED:
             self._ended.popitem(last=False)

@@ -179,8 +179,16 @@ def test_c9_a_stream_that_cannot_be_followed_is_said_to_be_so(line: bytes) -> No
 def test_streams_that_have_ended_are_known_for_a_while_and_bounded() -> None:
     streams = Streams()
     for number in range(MOST_ENDED + 2):
-        streams.begin(str(number))
-        streams.end(str(number))
+        streams.end(str(number), streams.begin(str(number)))
     assert streams.find("0") is None
     assert streams.find(str(MOST_ENDED + 1)) is not None
     assert streams.find("never") is None
+
+
+@pytest.mark.parametrize("first_ends_first", [True, False])
+def test_c20_of_a_request_that_was_sent_twice_the_later_stream_counts(first_ends_first: bool) -> None:
+    streams = Streams()
+    first, second = streams.begin("t"), streams.begin("t")
+    for stream in (first, second) if first_ends_first else (second, first):
+        streams.end("t", stream)
+        assert streams.find("t") is second
