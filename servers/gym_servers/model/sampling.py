@@ -22,11 +22,17 @@ def sampling_of(params: Mapping[str, Any], max_tokens: Any, defaults: Mapping[st
     for name in ("temperature", "top_p", "min_p", *NEUTRAL):
         if name in options and (isinstance(options[name], bool) or not isinstance(options[name], int | float)):
             raise ValueError(f"`{name}` must be a number")
-    if max_tokens is not None and (isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1):
+    if max_tokens is not None and not _is_whole(max_tokens, 1):
         raise ValueError("the number of tokens to generate must be a whole number above 0")
+    if options.get("min_tokens") is not None and not _is_whole(options["min_tokens"], 0):
+        raise ValueError("`min_tokens` must be a whole number, 0 or above")
     if params.get("n") not in (None, 1):
         raise ValueError("`n` must be 1: a call of a rollout has one reply")
     return Sampling(max_tokens, options, unfaithful(options))
+
+
+def _is_whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def unfaithful(options: Mapping[str, Any]) -> str:
@@ -54,5 +60,5 @@ def continued(options: Mapping[str, Any], generated: int) -> dict[str, Any]:
     """The options for what follows after `generated` tokens: a copy, never the caller's own."""
     following = dict(options)
     if following.get("min_tokens"):
-        following["min_tokens"] = max(0, int(following["min_tokens"]) - generated)
+        following["min_tokens"] = max(0, following["min_tokens"] - generated)
     return following
