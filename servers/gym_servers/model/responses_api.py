@@ -30,6 +30,8 @@ def conversation_of(params: Mapping[str, Any], defaults: Mapping[str, Any]) -> C
         if not isinstance(item, dict):
             raise ValueError("`input` must be a text or a list of items")
         _add(messages, item)
+    if not messages:
+        raise ValueError("`input` must not be empty")
     asked = dict(params)
     form = params.get("text")
     if isinstance(form, dict) and isinstance(form.get("format"), dict):

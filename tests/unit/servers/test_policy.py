@@ -104,6 +104,7 @@ def test_items_of_one_turn_are_one_message() -> None:
     [
         {},
         {"input": None},
+        {"input": []},
         {"input": [1]},
         {"input": [{}]},
         {"input": [{"type": "image"}]},
@@ -115,12 +116,12 @@ def test_items_of_one_turn_are_one_message() -> None:
         {"input": "x", "tools": [{"type": "function"}]},
         {"input": "x", "tool_choice": "required"},
         {"input": "x", "max_output_tokens": True},
-    ],
         {"input": "x", "min_tokens": "5"},
         {"input": "x", "min_tokens": [5]},
         {"input": "x", "min_tokens": 1.5},
         {"input": "x", "min_tokens": True},
         {"input": "x", "min_tokens": -1},
+    ],
 )
 def test_what_no_text_model_can_be_given_is_refused(params: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"\w"):
