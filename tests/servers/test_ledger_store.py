@@ -177,3 +177,15 @@ async def test_what_a_killed_process_left_is_removed_by_the_next_and_what_a_livi
     await filled(tmp_path, 0, keys=1, calls=1)
     assert gone not in names(tmp_path)
     assert {f"gym-ledgers-{os.getppid()}-y", "gym-ledgers-no-pid", "other"} <= names(tmp_path)
+
+
+async def test_what_an_earlier_process_of_the_same_number_left_is_removed_and_what_this_one_has_is_not(
+    tmp_path: Path,
+) -> None:
+    """A container that was restarted has the folder of the one before, and its process the same number."""
+    earlier = tmp_path / f"gym-ledgers-{os.getpid()}-z"
+    earlier.mkdir()
+    store = await filled(tmp_path, 0, keys=1, calls=1)
+    assert not earlier.exists()
+    await filled(tmp_path, 0, keys=1, calls=1)
+    assert await store.ledger("r0") == Ledger([call(0)])

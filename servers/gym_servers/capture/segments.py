@@ -18,6 +18,9 @@ from gym_servers.protocol.digests import sha256
 from gym_servers.protocol.errors import ProtocolError
 
 PREFIX = "gym-ledgers-"
+RUN = uuid.uuid4().hex[
+    :12
+]  # tells this process from an earlier one of its number, as in a container that was restarted
 SEGMENT_BYTES = 1024 * 1024  # of a file, about: the disk is given back file by file
 
 
@@ -79,7 +82,7 @@ class Segments:
             for left in parent.glob(f"{PREFIX}*"):
                 if _is_left_over(left.name):
                     shutil.rmtree(left, ignore_errors=True)
-            self._own = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=parent))
+            self._own = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-{RUN}-", dir=parent))
         return self._own
 
 
@@ -98,7 +101,9 @@ def read(place: Place) -> bytes:
 
 def _is_left_over(name: str) -> bool:
     """Whether a folder is of a process that has ended: one is killed without notice, and cleans nothing up."""
-    number = name.removeprefix(PREFIX).partition("-")[0]
+    number, _, rest = name.removeprefix(PREFIX).partition("-")
+    if number == str(os.getpid()):
+        return not rest.startswith(RUN)
     try:
         os.kill(int(number), 0)
     except ProcessLookupError:
