@@ -14,6 +14,7 @@ import pytest
 from gym_rig.cell import TOKEN, Rig, cell
 from gym_rig.virtual import settle
 from gym_rig.wire import code, foreign, ok, post, serving
+from gym_servers.capture.inventory import InventoryCall, inventory_of
 from gym_servers.capture.ledger import CallRecord
 from gym_servers.engine.rows import TOOLS, counter_rows
 from gym_servers.model import app as model_app
@@ -151,6 +152,26 @@ async def test_a_chat_request_of_another_form_is_refused_and_says_why(
         assert says in response.text
         assert "SECRET" not in response.text
         assert rig.journal() == []
+
+
+@pytest.mark.parametrize(
+    ("position", "status"),
+    [(b"1.1", 200), (b"x" * 240, 200), (b"x" * 241, 422), (b"\xe9", 422), (b"a\tb", 422), (b"\x01", 422)],
+)
+async def test_a_position_that_nothing_can_be_told_of_is_refused_and_spoils_no_cut(
+    tmp_path: Path, position: bytes, status: int
+) -> None:
+    path = "http://policy/ng-rollout/x/v1/chat/completions"
+    async with foreign(tmp_path) as rig, rig.network.client(timeout=None) as client:
+        await serving(rig)
+        response = await client.post(path, json=CHAT, headers=[(headers.MODEL_CALL.encode(), position)])
+        assert response.status_code == status
+        if status == 200:
+            named = InventoryCall(ticket="t", episode="x", model_call_id=position.decode())
+            assert inventory_of("cp", "rig-uid/cell-0", [named]).calls == [named]
+        else:
+            assert code(response) == "invalid_request"
+            assert headers.MODEL_CALL in response.text
 
 
 async def test_what_was_captured_is_for_those_with_the_token_and_until_it_is_deleted(tmp_path: Path) -> None:

@@ -20,6 +20,9 @@ ATTEMPT_PATH = "/ng-control/v1/engine-attempt"
 VERSION_PATH = "/ng-control/v1/weight-version"
 MOST_CALLS = 100_000
 
+MODEL_CALL_ID = r"^[ -~]{0,240}$"
+"""Where a call is in its episode: it goes along in headers, and in inventories, of which a wrong one spoils all."""
+
 Ticket = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9-]{1,64}$")]
 
 
@@ -48,7 +51,7 @@ class InventoryCall(_Message):
 
     ticket: Ticket
     episode: CaptureKey
-    model_call_id: Annotated[str, StringConstraints(max_length=240)]
+    model_call_id: Annotated[str, StringConstraints(pattern=MODEL_CALL_ID)]
 
 
 class Inventory(_Message):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
@@ -13,6 +14,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from gym_servers.capture.arrays import int32
+from gym_servers.capture.inventory import MODEL_CALL_ID
 from gym_servers.capture.ledger import CallRecord
 from gym_servers.http.apps import base_app, json_object
 from gym_servers.http.episode_path import current_episode
@@ -89,6 +91,10 @@ def create_app(participant: ModelParticipant, policy: Policy) -> FastAPI:
         except (ValueError, OverflowError) as error:
             raise ProtocolError("invalid_request", f"the request cannot be given to the model: {error}") from error
         episode, position = current_episode(), request.headers.get(headers.MODEL_CALL, "")
+        if not re.fullmatch(MODEL_CALL_ID, position):
+            raise ProtocolError(
+                "invalid_request", f"the header {headers.MODEL_CALL} must be printable ASCII, at most 240 characters"
+            )
         if episode is None and gate.enabled:
             raise ProtocolError("rollout_id_required", "the policy is called below /ng-rollout/<rollout id>/")
         budget, why = conversation.sampling.max_tokens or policy.max_tokens, conversation.sampling.unfaithful
