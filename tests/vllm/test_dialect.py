@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from gym_servers.model.conversation import Conversation, Message, ToolCall, afte
 from gym_servers.model.vllm_dialect import VllmDialect, open_dialect
 from gym_servers.stack.settings import SettingsError
 from gym_vllm.engine import MODEL
-from gym_vllm.language import CHAT_TOOLS, END
+from gym_vllm.language import CHAT_TOOLS, END, PAD
 
 LIST = "step 1 add 5 now; step 2 get the count later. "
 SAID = LIST + '<tool_call>{"name": "increment_counter", "arguments": {"count": 5}}</tool_call>'
@@ -109,6 +111,28 @@ def test_c13_a_reply_without_its_end_gets_the_template_s(dialect: VllmDialect) -
     assert (
         text
         == "<|user|>add 5 then get the count<|end|><|assistant|>step 1 add 5<|end|><|user|>go on<|end|><|assistant|>"
+    )
+
+
+@pytest.mark.parametrize("end", [END, PAD])
+def test_c13_a_reply_may_end_at_any_token_at_which_its_model_stops(tmp_path: Path, end: str) -> None:
+    """Many models have several: the engine knows them from the generation config, and not from the tokenizer."""
+    folder = tmp_path / "model"
+    shutil.copytree(MODEL, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    stops = {"eos_token_id": [1, 0]}
+    (folder / "generation_config.json").write_text(json.dumps(stops))
+    dialect = open_dialect(config(tokenizer=str(folder)))
+    assert [dialect._tokenizer.convert_ids_to_tokens(stop) for stop in stops["eos_token_id"]] == [END, PAD]
+    conversation = Conversation((USER,))
+    message, record = said(dialect, conversation, f"step 1 add 5{end}")
+    assert message.content == "step 1 add 5"
+    reading = dialect.reading(record.prompt_ids, conversation)
+    assert reading is not None
+    assert "".join(piece.text for piece in reading.feed(record.ids)) == message.content
+    following = Conversation((USER, message, Message("user", "go on")))
+    prompt = dialect.render(following, record)
+    assert dialect._tokenizer.decode(prompt[len(record.prompt_ids) :]) == (
+        f"step 1 add 5{end}<|user|>go on<|end|><|assistant|>"
     )
 
 

@@ -152,8 +152,24 @@ def open_dialect(config: VllmConfig) -> VllmDialect:
     if tokenizer.eos_token_id is None:
         raise SettingsError(f"the tokenizer {name} has no end-of-turn token")
     read = vllm_parser(config.tool_parser, tokenizer) if config.tool_parser else _template_reader(config, tokenizer)
-    ends = frozenset({int(tokenizer.eos_token_id)})
-    return VllmDialect(tokenizer, ends, read, config.chat_template_kwargs, template=config.tool_parser is None)
+    return VllmDialect(
+        tokenizer, _ends(name, tokenizer), read, config.chat_template_kwargs, template=config.tool_parser is None
+    )
+
+
+def _ends(name: str, tokenizer: Any) -> frozenset[int]:
+    """The tokens that end a turn: the tokenizer's, and all at which the engine stops by the model's own generation
+    config, such as one behind a tool call."""
+    from transformers import GenerationConfig
+
+    ends = {int(tokenizer.eos_token_id)}
+    try:
+        more = GenerationConfig.from_pretrained(name).eos_token_id
+    except OSError:  # a tokenizer may lie apart from its model
+        more = None
+    if more is not None:
+        ends.update(map(int, more if isinstance(more, list) else [more]))
+    return frozenset(ends)
 
 
 def _template_reader(config: VllmConfig, tokenizer: Any) -> Read:
