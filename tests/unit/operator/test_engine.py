@@ -82,6 +82,13 @@ def test_it_is_a_deployment_a_service_and_a_policy(built: Callable[..., dict[str
     assert built(running=False)["Deployment"]["spec"]["replicas"] == 0
 
 
+def test_an_engine_that_cuts_is_one_process_whatever_its_ranks(built: Callable[..., dict[str, Manifest]]) -> None:
+    """vLLM has one for each data-parallel rank by default, and a cut reaches one of them alone."""
+    ranks = ["--data-parallel-size=2"]
+    assert "--api-server-count=1" in container(built(cutAtEngine=True, args=ranks))["args"]
+    assert container(built(args=ranks))["args"][3:] == ranks
+
+
 def test_a_model_has_an_hour_to_load_and_an_engine_that_fails_is_restarted(
     built: Callable[..., dict[str, Manifest]],
 ) -> None:

@@ -131,7 +131,8 @@ def _pod(context: StackContext, vllm: VllmSpec) -> dict[str, Any]:
 
 
 def _container(context: StackContext, vllm: VllmSpec) -> dict[str, Any]:
-    middleware = [f"--middleware={MIDDLEWARE}"] if vllm.cut_at_engine else []
+    # The middleware remembers in one process: vLLM starts one for each data-parallel rank, unless it is told.
+    middleware = [f"--middleware={MIDDLEWARE}", "--api-server-count=1"] if vllm.cut_at_engine else []
     secrets = [{"name": "secrets", "mountPath": SECRETS_FOLDER, "readOnly": True}, *s3_mounts(context)]
     return {
         "name": CONTAINER,
