@@ -15,7 +15,8 @@ MODELS_FOLDER: Final = "/models"
 """Where the claim is mounted, in the engine and in the model server."""
 
 _OWN_OPTIONS = ("host", "port", "model", "api-server-count", "middleware", "api-key", "root-path", "ssl-keyfile")
-_OWN_PATTERN = rf"^--({'|'.join(option.replace('-', '[-_]') for option in _OWN_OPTIONS)})(=.*)?$"
+_SHORT = "-asc"  # vLLM's for --api-server-count
+_OWN_PATTERN = rf"^(--({'|'.join(option.replace('-', '[-_]') for option in _OWN_OPTIONS)})|{_SHORT})(=.*)?$"
 _OWN = (
     "the operator sets this option itself, or the servers rely on its default: leave --host, --port, --model, "
     "--api-server-count, --middleware, --api-key, --root-path and --ssl-keyfile out of args"

@@ -234,6 +234,7 @@ def test_nodes_with_devices_can_be_named(built: Callable[..., dict[str, Manifest
         (lambda s: s["servers"][3].update(name="vllm"), "the name vllm belongs to the engine"),
         (lambda s: s["inference"]["vllm"].update(args=["--port=9"]), "leave --host, --port"),
         (lambda s: s["inference"]["vllm"].update(args=["--api_server_count", "2"]), "leave --host, --port"),
+        (lambda s: s["inference"]["vllm"].update(args=["-asc", "2"]), "leave --host, --port"),
         (lambda s: s["inference"]["vllm"].update(model="--trust"), "write a model's name"),
         (lambda s: s["inference"]["vllm"].update(cutAtEngine=True, replicas=2), "cutAtEngine needs replicas: 1"),
         (lambda s: s["inference"]["vllm"].pop("image"), "image: Field required"),
