@@ -12,7 +12,9 @@ import httpx
 import pytest
 
 from gym_rig.cell import TOKEN, Rig
+from gym_rig.verbs import checkpoint, restore, resume
 from gym_rig.wire import code, foreign, ok, post, serving
+from gym_servers.capture.ledger import decode
 from gym_servers.capture.tokens import Span
 from gym_servers.model.engine_client import EngineBroke, EngineClient
 from gym_servers.protocol import headers
@@ -154,16 +156,20 @@ async def test_a_body_that_cannot_be_unpacked_is_asked_for_again(tmp_path: Path)
         assert len(engine.prompts) == 2
 
 
-async def test_c14_weights_that_changed_before_a_stream_broke_off_are_told_of_its_tokens(tmp_path: Path) -> None:
+def told_elsewhere(tmp_path: Path) -> list[dict[str, Any]]:
+    """Servers whose engine tells the version of its weights apart from its streams."""
     counter = {"journal": str(tmp_path / "journal.jsonl")}
     config = {"base_url": "http://engine", "weight_versions": True}
-    servers = [
+    return [
         {"name": "env", "kind": "environment", "server": "single-agent-turn"},
         {"name": "policy", "kind": "model", "server": "scripted", "config": config},
         {"name": "agent", "kind": "agent", "server": "simple-agent"},
         {"name": "counter", "kind": "resources", "server": "counter", "config": counter},
     ]
-    async with foreign(tmp_path, servers=servers) as rig:
+
+
+async def test_c14_weights_that_changed_before_a_stream_broke_off_are_told_of_its_tokens(tmp_path: Path) -> None:
+    async with foreign(tmp_path, servers=told_elsewhere(tmp_path)) as rig:
         await serving(rig)
 
         def changes() -> Stream:
@@ -177,6 +183,39 @@ async def test_c14_weights_that_changed_before_a_stream_broke_off_are_told_of_it
         assert await text(rig) == "zero one two three"
         (call,) = (await rig.participant("policy").ledger("x")).calls
         assert call.spans == (Span("w1", 0, 5), Span("w1..w2", 5, 13), Span("w2", 13, 18))
+
+
+@pytest.mark.parametrize(("now", "known"), [("w1", "w1"), ("w2", "w1..w2"), ("w3", "w1..w3")])
+async def test_c14_weights_that_may_have_changed_before_a_cut_are_told_of_its_tokens(
+    tmp_path: Path, now: str, known: str
+) -> None:
+    async with foreign(tmp_path, servers=told_elsewhere(tmp_path)) as rig:
+        await serving(rig)
+
+        def changes() -> Stream:
+            yield chunk("one ")
+            engine.version = now
+            yield chunk("two ")
+            while True:
+                yield b": nothing more\n\n"
+
+        engine = Odd(rig, changes, [chunk("three", "stop"), END])
+        engine.version = "w1"
+        asked = asyncio.ensure_future(post(rig, "policy", PATH, ASK, **POSITION))
+        await asyncio.sleep(1.0)
+        records = await checkpoint(rig.participant("policy"))
+        (prefix,) = decode("x", records["x"])[1].prefixes
+        assert prefix.tokens.spans == (Span("w1..", 0, 8),)
+        rig.kill("policy")
+        await asyncio.wait({asked})
+        rig.start("policy")
+        fresh = rig.participant("policy")
+        restore(fresh, records, "x")
+        resume(fresh, "restore")
+        await ok(rig, "policy", PATH.replace("/x/", "/x-a1/"), ASK, **POSITION)
+        (call,) = (await fresh.ledger("x-a1")).calls
+        spans = {n: span.version for span in call.spans for n in range(span.start, span.end)}
+        assert [spans[n] for n in range(13)] == [known] * 8 + [now] * 5
 
 
 @pytest.mark.parametrize(

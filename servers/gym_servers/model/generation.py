@@ -12,7 +12,7 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from gym_servers.capture.chunks import add
-from gym_servers.capture.tokens import Span, Tokens
+from gym_servers.capture.tokens import Tokens, joined
 from gym_servers.http.peers import CONNECT_RETRY_SECONDS
 from gym_servers.model.conversation import Sampling
 from gym_servers.model.engine_client import READ_SECONDS, EngineBroke, EngineClient
@@ -20,6 +20,7 @@ from gym_servers.model.sampling import continued
 from gym_servers.protocol.errors import ProtocolError
 
 LENGTH = "length"  # the finish reason of a generation that used its budget up
+OPEN = ".."  # behind a version: of it or a later one, which is not known before the version is asked for again
 
 
 class Outages:
@@ -71,12 +72,13 @@ async def generate(
         stream = engine.stream([*prompt, *tokens.ids], budget - start, options, request_id, ticket, read_seconds)
         reason = "the engine ended a stream without its last token"
         version, told = await engine.weight_version(), False
+        _known(tokens, version)
         try:
             async with aclosing(stream) as deltas:
                 async for delta in deltas:
                     outages.answered()
                     told = told or bool(delta.version or delta.versions)
-                    add(tokens, delta if told else replace(delta, version=version), start)
+                    add(tokens, delta if told or not version else replace(delta, version=version + OPEN), start)
                     grew()
         except EngineBroke as broke:
             reason = str(broke)
@@ -85,9 +87,7 @@ async def generate(
         except ValueError as error:
             raise ProtocolError("checkpoint_error", f"the engine sent {error}") from error
         if version and not told and len(tokens) > start:
-            after = await engine.weight_version()
-            if after or tokens.finish is not None:  # an engine that is away may have ended before it had others
-                _between(tokens, start, version, after)
+            _known(tokens, await engine.weight_version())
         if tokens.finish is None:
             if sampling.unfaithful:
                 tokens.restart()
@@ -95,7 +95,12 @@ async def generate(
             await asyncio.sleep(CONNECT_RETRY_SECONDS)
 
 
-def _between(tokens: Tokens, start: int, before: str, after: str) -> None:
-    """Weights that changed while a stream went on: which of its tokens are of which is not known, and is said so."""
-    if before != after:
-        tokens.versions((Span(f"{before}..{after}", 0, len(tokens) - start),), start)
+def _known(tokens: Tokens, now: str) -> None:
+    """The weights are of this version now: the last tokens, where theirs is open, are of none beyond it. Weights that
+    changed while a stream went on: which of its tokens are of which is not known, and is said so."""
+    last = tokens.spans[-1] if tokens.spans else None
+    if not now or last is None or not last.version.endswith(OPEN):
+        return
+    before = last.version.removesuffix(OPEN)
+    version = before if before == now else f"{before}{OPEN}{now}"
+    tokens.spans = joined(tokens.spans[:-1], version, last.start, last.end)
