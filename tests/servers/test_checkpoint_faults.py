@@ -152,6 +152,29 @@ async def test_nothing_is_forsaken_while_a_thread_may_still_publish_it(
         assert broken_off == (controller.record.open is not None and controller.record.open.given_up)
 
 
+async def test_what_could_not_even_be_begun_to_be_settled_can_be_forsaken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with collecting(tmp_path) as rig:
+        await under_way(rig)
+        unreliable(monkeypatch, "away", "away", "away")
+        with pytest.raises(CheckpointFailed):
+            await rig.controller.take("one-id", "one", quiet)
+        controller, left = rig.controller, rig.controller.record.open
+        assert left is not None
+        controller.record = controller.record.model_copy(update={"open": left.model_copy(update={"given_up": False})})
+
+        def closed(_: str) -> DirectoryStore:
+            raise StorageError("no storage can be opened")
+
+        monkeypatch.setattr(controller, "_open_store", closed)
+        with pytest.raises(StorageError):
+            await controller.settle(reopen=False)
+        await controller.forsake("one-id")
+        assert controller.record.open is not None
+        assert controller.record.open.given_up
+
+
 @pytest.mark.parametrize("during", ["its announcement", "its write"])
 async def test_a_death_while_a_publication_is_under_way_publishes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, during: str

@@ -534,11 +534,12 @@ class CellController:
             async with leased(
                 lambda: self._clients if left.stop else (), left.checkpoint_id, self.settings.lease_grace
             ):
+                store = self._open_store(left.uri)
                 async with self._changing:  # by what the record says now
                     stands = self.record.open or left
+                    work = unattended(asyncio.to_thread(settle_left_open, store, stands, grave))
                     self._settling += 1
-                work = unattended(asyncio.to_thread(settle_left_open, self._open_store(left.uri), stands, grave))
-                work.add_done_callback(self._thread_ended)
+                    work.add_done_callback(self._thread_ended)
                 settled = await asyncio.shield(work)
         except StorageError as error:
             if left.uri.startswith(join(self.settings.root, "")):
