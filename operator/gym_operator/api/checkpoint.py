@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import ConfigDict, Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
 from gym_operator.api.conditions import Condition
@@ -24,8 +24,8 @@ from gym_operator.api.objects import (
 )
 from gym_operator.api.stack import MAX_PARTICIPANTS, ProtocolPhase, SessionText
 from gym_servers.stack.durations import Age, Duration
-from gym_servers.stack.settings import ParticipantKind, describe
-from gym_servers.stack.spec import MAX_CELLS, MAX_WORKLOAD_NAME, SpecError, StorageUri
+from gym_servers.stack.settings import ParticipantKind
+from gym_servers.stack.spec import MAX_CELLS, MAX_WORKLOAD_NAME, StorageUri, parsed
 from gym_servers.stack.wire import (
     FREE_OBJECT,
     LABEL_HINT,
@@ -175,10 +175,7 @@ class CheckpointSpec(CheckpointRequest):
     @classmethod
     def parse(cls, document: Any) -> Self:
         """Read a spec as it stands in a manifest. Raises SpecError."""
-        try:
-            return cls.model_validate(document, by_alias=True, by_name=False)
-        except ValidationError as error:
-            raise SpecError(f"spec is not valid: {describe(error)}") from error
+        return parsed(cls, document)
 
 
 class CheckpointParticipant(StatusModel):

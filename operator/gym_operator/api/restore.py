@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import Field, StringConstraints, ValidationError, model_validator
+from pydantic import Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
 from gym_operator.api.checkpoint import SHA256_HINT, SHA256_PATTERN, StackRef
 from gym_operator.api.conditions import Condition
 from gym_operator.api.objects import Count, Digest, Message, Name, ObjectMeta, Reason, StatusModel, Timestamp, Uri
 from gym_servers.stack.parts import ObjectName
-from gym_servers.stack.settings import describe
-from gym_servers.stack.spec import SpecError, StorageUri
+from gym_servers.stack.spec import StorageUri, parsed
 from gym_servers.stack.wire import WireModel, list_map, matches, rule, with_rules
 
 RestorePhase = Literal["Pending", "Restoring", "Succeeded", "Failed"]
@@ -75,10 +74,7 @@ class RestoreSpec(WireModel):
     @classmethod
     def parse(cls, document: Any) -> Self:
         """Read a spec as it stands in a manifest. Raises SpecError."""
-        try:
-            return cls.model_validate(document, by_alias=True, by_name=False)
-        except ValidationError as error:
-            raise SpecError(f"spec is not valid: {describe(error)}") from error
+        return parsed(cls, document)
 
 
 class RestoredCheckpoint(StatusModel):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import Field, StringConstraints, ValidationError, model_validator
+from pydantic import Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
 from gym_operator.api.checkpoint import CheckpointRequest
@@ -14,8 +14,7 @@ from gym_operator.api.cron import CronText, ZoneText
 from gym_operator.api.names import INSTANCE_LABEL
 from gym_operator.api.objects import Name, ObjectMeta, Reason, StatusModel, Timestamp
 from gym_servers.stack.durations import Age, Duration, parse_duration
-from gym_servers.stack.settings import describe
-from gym_servers.stack.spec import SpecError
+from gym_servers.stack.spec import parsed
 from gym_servers.stack.wire import Checked, WireModel, list_map, rule, with_rules
 
 MAX_SCHEDULE_NAME: Final = 63
@@ -169,12 +168,8 @@ class GymCheckpointSchedule(StatusModel):
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> GymCheckpointSchedule:
         """Read an object of the API server. Raises SpecError if its spec cannot be used."""
-        try:
-            spec = ScheduleSpec.model_validate(body.get("spec"), by_alias=True, by_name=False)
-        except ValidationError as error:
-            raise SpecError(f"spec is not valid: {describe(error)}") from error
         return cls(
             metadata=ObjectMeta.model_validate(body["metadata"]),
-            spec=spec,
+            spec=parsed(ScheduleSpec, body.get("spec")),
             status=ScheduleStatus.model_validate(body.get("status") or {}),
         )

@@ -18,9 +18,8 @@ from gym_servers.protocol.digests import sha256
 from gym_servers.protocol.errors import ProtocolError
 
 PREFIX = "gym-ledgers-"
-RUN = uuid.uuid4().hex[
-    :12
-]  # tells this process from an earlier one of its number, as in a container that was restarted
+# Tells this process from an earlier one of its number, as in a container that was restarted.
+RUN = uuid.uuid4().hex[:12]
 SEGMENT_BYTES = 1024 * 1024  # of a file, about: the disk is given back file by file
 
 

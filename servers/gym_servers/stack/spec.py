@@ -10,9 +10,9 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import Field, StringConstraints, ValidationError, model_validator
+from pydantic import BaseModel, Field, StringConstraints, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from gym_servers.stack.durations import Age, Duration, DurationOrZero
@@ -39,6 +39,7 @@ MAX_CELLS = 64
 MAX_WORKLOAD_NAME = 52
 """Longest `<stack>-<server>`: a StatefulSet puts its name and a hash into a label of 63 characters."""
 
+ModelT = TypeVar("ModelT", bound=BaseModel)
 ServerKind = Literal["environment", "model", "agent", "resources"]
 
 _ONE_OF_EACH = {
@@ -94,6 +95,14 @@ StorageUri = Annotated[
 
 class SpecError(ValueError):
     """A stack's manifest cannot be used; the message names every wrong field and says what to write."""
+
+
+def parsed(model: type[ModelT], document: Any, what: str = "spec") -> ModelT:
+    """Read a part of a manifest, called `what`, as it stands there. Raises SpecError."""
+    try:
+        return model.model_validate(document, by_alias=True, by_name=False)
+    except ValidationError as error:
+        raise SpecError(f"{what} is not valid: {describe(error)}") from error
 
 
 class ServerSpec(WireModel):
@@ -245,10 +254,7 @@ class StorageSpec(WireModel):
     @classmethod
     def parse(cls, document: Any) -> Self:
         """Read it as it stands in a manifest. Raises SpecError."""
-        try:
-            return cls.model_validate(document, by_alias=True, by_name=False)
-        except ValidationError as error:
-            raise SpecError(f"storage is not valid: {describe(error)}") from error
+        return parsed(cls, document, "storage")
 
 
 class CheckpointsSpec(WireModel):
@@ -455,10 +461,7 @@ class Participant:
 
 def parse_spec(document: Any) -> StackSpec:
     """Read a `spec` as it stands in a manifest. Raises SpecError."""
-    try:
-        return StackSpec.model_validate(document, by_alias=True, by_name=False)
-    except ValidationError as error:
-        raise SpecError(f"spec is not valid: {describe(error)}") from error
+    return parsed(StackSpec, document)
 
 
 def check_stack_name(name: str, spec: StackSpec) -> None:
