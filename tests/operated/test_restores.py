@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 
 from gym_operator.api.restore import RESTORE_TERMINAL
-from gym_operator.effects.kube import CHECKPOINTS, PODS, RESTORES, STACKS
+from gym_operator.effects.kube import CHECKPOINTS, PODS, RESTORES, STACKS, Body, Resource
+from gym_operator.effects.restores import Restores
 from gym_operator.rules.cell_record import from_document
 from gym_rig.cell import IDENTITY
 from gym_rig.operated import OperatedRig, operated
 from gym_rig.virtual import now
 from gym_rig.writes import at_any_write
 from gym_servers.control.plane import ControlPlane
+from gym_servers.coordination.controller import CellController
 from gym_servers.engine.rows import counter_rows
 from gym_servers.local.demo import account_of
 from gym_servers.protocol.digests import sha256
@@ -415,6 +417,37 @@ async def test_k12_all_cells_of_a_stack_are_restored_and_each_once(tmp_path: Pat
             attempt = status["cells"][cell]["attempt"]
             assert rig.in_service(attempt, cell) and attempt in (1, 2)
             assert sources_of(rig, cell) == [first["checkpointID"]], "and no cell more than once"
+        await rig.until(rig.complete, "complete")
+
+
+async def test_k12_a_cell_that_begins_while_the_status_is_written_is_counted_with_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fulfil = Restores.fulfil
+
+    async def later(self: Restores, index: int, controller: CellController) -> None:
+        await asyncio.sleep(5.0 * index)
+        await fulfil(self, index, controller)
+
+    monkeypatch.setattr(Restores, "fulfil", later)
+    async with operated(tmp_path, rows(), rate=SLOWLY, cells=2) as rig:
+        await rig.until(rig.all_in_service, "in service")
+        first = await taken(rig, "first")
+        write, slow = rig.kube.replace_status, []
+
+        async def slowly(resource: Resource, namespace: str, body: Body) -> Body:
+            attempts = [cell.get("attempt") for cell in body["status"].get("cells", ())]
+            if resource == RESTORES and attempts == [1, None]:
+                slow.append(body)
+                await rig.until(lambda: rig.in_service(1, 1), "the other cell is restored meanwhile")
+            return await write(resource, namespace, body)
+
+        rig.kube.replace_status = slowly  # type: ignore[method-assign]
+        restore(rig, checkpointRef={"name": "first"})
+        status = await final(rig, "back", "Succeeded")
+        assert slow, "the moment that is meant"
+        assert status["continuedCount"] == first["episodes"]
+        assert {each["cell"] for each in status["continued"]} == {0, 1}
         await rig.until(rig.complete, "complete")
 
 

@@ -62,6 +62,7 @@ class Restores:
         self._open_store, self._wake, self._wake_cell = open_store, wake, wake_cell
         self._writers: dict[str, RestoreWriter] = {}
         self._reading: asyncio.Task[Parts] | None = None
+        self._read_places: tuple[rules.Place, ...] = ()
         self._due = float("-inf")
         self._troubled: tuple[str, float] | None = None
         self._queued = False
@@ -187,6 +188,7 @@ class Restores:
     def _read_beside(self, uid: str, places: Sequence[rules.Place], *, whole: bool = True) -> None:
         self.close()  # it may be of one that is not there any more
         self._reading = asyncio.create_task(self._read(places, whole), name=uid)
+        self._read_places = tuple(places)
         self._reading.add_done_callback(lambda _: self._wake())
 
     async def _read(self, places: Sequence[rules.Place], whole: bool) -> Parts:
@@ -205,10 +207,9 @@ class Restores:
 
     async def _read_again(self, writer: RestoreWriter, cells: Sequence[RestoreCell], *, whole: bool) -> Parts | None:
         """What a restore that is under way restores, once it is read; None until then. Raises ProtocolError."""
-        task = self._reading
-        if task is None or task.get_name() != writer.uid:
+        task, places = self._reading, tuple(rules.Place(cell.uri, cell.digest, cell.index) for cell in cells)
+        if task is None or task.get_name() != writer.uid or self._read_places != places:
             if self._monotonic() >= self._due:
-                places = [rules.Place(cell.uri, cell.digest, cell.index) for cell in cells]
                 self._read_beside(writer.uid, places, whole=whole)
             return None
         if not task.done():
@@ -300,13 +301,14 @@ class Restores:
             )
             own = record.chosen if record.chosen is not None and record.chosen.by == writer.uid else None
             begun[cell.index] = own.attempt if own is not None else cell.attempt
+        # Before the write is waited for: a cell that begins meanwhile has no wish any more, though it was asked.
+        unasked = [
+            cell for cell in status.cells if standing[cell.index] == "Pending" and cell.index not in self._wishes
+        ]
         await writer.put(rules.begun(writer.status, begun))
         given_up = next((why for why in standing.values() if isinstance(why, tuple)), None)
         if given_up is not None:
             return await self._fail(writer, *given_up)  # the cells hear of it by the watch
-        unasked = [
-            cell for cell in status.cells if standing[cell.index] == "Pending" and cell.index not in self._wishes
-        ]
         try:
             if unasked:  # the operator that had read it has died
                 if (parts := await self._read_again(writer, unasked, whole=True)) is not None:
