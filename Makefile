@@ -79,7 +79,7 @@ $(VLLM_STAMP): requirements/vllm.txt
 
 $(STAMP): requirements/dev.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: set PYTHON="; exit 1; }
-	@$(PYTHON) -m venv $(VENV) 2>/dev/null || { echo "python3-venv is needed: apt-get install python3-venv"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { echo "the virtual environment could not be made, as told above; on Debian and Ubuntu it needs: apt-get install python3-venv"; exit 1; }
 	@echo "installing Python packages (a minute or two the first time)"
 	@$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes -r requirements/dev.txt
 	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
