@@ -79,3 +79,31 @@ async def test_a_recovery_whose_beginning_is_persisted_again_is_the_same_one(tmp
         await rig.until(lambda: rig.running(attempt=1))
         began = {one.started_at for record in rig.saved for one in record.recoveries}
         assert (len(began), rig.controller.record.attempt) == (1, 1)
+
+
+@pytest.mark.parametrize("server", ["env", "agent", "counter", "policy"])
+async def test_what_was_retired_in_a_restore_that_was_given_up_does_not_come_back_with_the_next(
+    tmp_path: Path, server: str
+) -> None:
+    """A coordinator dies before it has resumed what it has restored; the next one restores under the same attempt."""
+    async with cell(tmp_path, counter_rows(2, 1)) as rig:
+        await rig.until(lambda: rig.effects() >= 2)
+        taken = await rig.checkpoint("one")
+        rig.kill(server)
+        rig.start(server)
+
+        async def restore(checkpoint_id: str) -> list[str]:
+            request = m.RestoreRequest(
+                checkpoint_id=checkpoint_id,
+                deadline_ts=now() + 20,
+                checkpoint_dir=taken.uri,
+                episode_ids=taken.publication.episodes,
+                cell_attempt=1,
+            )
+            return (await rig.client(server).call("restore", request, m.RestoreReply)).restored
+
+        first, other = await restore("first")
+        retire = m.RetireRequest(checkpoint_id="first", deadline_ts=now() + 20, episode_ids=[first])
+        await rig.client(server).call("retire", retire, m.RetireReply)
+        await asyncio.sleep(200)
+        assert await restore("second") == [other]

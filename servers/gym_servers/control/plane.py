@@ -211,6 +211,7 @@ class ControlPlane:
                 plan = plan_restore(request.episode_ids, request.cell_attempt, request.attempts, request.restarts)
             except InvalidIdentity as error:
                 raise ProtocolError("invalid_request", str(error)) from error
+            plan = plan.beyond(self.gate.fence.marks)
             read = await self._before(request.deadline_ts, asyncio.to_thread(self._read, request, plan))
             plan.check(read.marks)
             staged = await self._before(request.deadline_ts, self._build(read.staged))

@@ -60,6 +60,16 @@ class RestorePlan:
         it."""
         return {**self.over, **highest(one.under(one.attempt - 1) for one in self.episodes.values())}
 
+    def beyond(self, marks: Mapping[str, int]) -> RestorePlan:
+        """The plan without what the process has retired under the attempt that it would continue under: a restore
+        that was given up may come again under the same one, and what was retired in between stays so."""
+        kept = {
+            key: episode
+            for key, episode in self.episodes.items()
+            if episode.attempt > marks.get(episode.rollout_id, -1)
+        }
+        return RestorePlan(kept, self.over)
+
     def check(self, marks: Mapping[str, int]) -> None:
         """Raise `stale_attempt` where an episode would be stale at once: its watermark is restored with it."""
         for episode in self.episodes.values():

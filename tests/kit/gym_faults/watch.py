@@ -182,10 +182,13 @@ class Watch:
         kind, instance = plane.participant.kind, plane.author.instance
         if request.checkpoint_id.startswith(COORDINATOR) and request.checkpoint_dir not in self.published:
             self.broke(1, f"{instance} was restored from {request.checkpoint_dir}, which is not published")
-        attempts = {
+        continues = {
             key: request.attempts.get(split(key)[0], max(split(key)[1] + 1, request.cell_attempt))
             for key in request.episode_ids
         }
+        # A restore that was given up may come again under the same attempt: what was retired in between stays so.
+        marks = self.attempts.fence(self.name_of(plane.author.session)).marks
+        attempts = {key: last for key, last in continues.items() if last > marks.get(split(key)[0], -1)}
         wanted = {f"{split(key)[0]}-a{attempt}" for key, attempt in attempts.items()}
         if kind == "environment" and set(reply.restored) != wanted:
             self.broke(6, f"{instance} restored {sorted(reply.restored)} of {sorted(wanted)}")

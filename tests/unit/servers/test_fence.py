@@ -130,6 +130,14 @@ def test_nothing_that_was_recorded_acts_after_a_restore_and_all_that_continues_d
             assert not fence.is_stale(Episode(rollout, attempt + 1))
 
 
+def test_what_a_process_has_retired_does_not_come_back_under_the_same_attempt() -> None:
+    plan = plan_restore(["r-a1", "s-a1"], 3, {})
+    left = plan.beyond({"r": 3, "s": 2})
+    assert left.restored("r-a1") is None
+    assert left.restored("s-a1") == Episode("s", 3)
+    assert plan_restore(["r-a1"], 4, {}).beyond({"r": 3}).restored("r-a1") == Episode("r", 4)
+
+
 def test_a_key_that_names_no_episode_is_refused() -> None:
     with pytest.raises(InvalidIdentity):
         plan_restore(["x-a0"], 0, {})
