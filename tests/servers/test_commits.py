@@ -11,25 +11,13 @@ from typing import Any
 
 import pytest
 
-from gym_rig.stub import GRACE, Control, Refused
+from gym_rig.stub import GRACE, Control, refused
 from gym_rig.virtual import settle
 from gym_servers import serve
 from gym_servers.protocol.identity import Episode
 from gym_servers.protocol.phases import Phase
 from gym_servers.storage.directory import DirectoryStore
 from gym_servers.storage.store import StorageError
-
-
-@pytest.fixture
-def idle(tmp_path: Path) -> Callable[[], Control]:
-    return lambda: Control(tmp_path, coordinated=False)
-
-
-async def refused(call: Any, code: str) -> Refused:
-    with pytest.raises(Refused) as error:
-        await call
-    assert error.value.code == code, error.value
-    return error.value
 
 
 def manifest_of(control: Control) -> Path:

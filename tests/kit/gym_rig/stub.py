@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from gym_servers.control.app import control_app
 from gym_servers.control.plane import ControlPlane
@@ -24,6 +25,15 @@ from gym_servers.storage.store import ObjectStore
 CODE = CodeIdentity(image="", server="stub", config_digest="", record_format=1)
 TOKEN = "the-token"
 GRACE = 60.0
+VERBS: dict[str, dict[str, Any]] = {  # with the fields that each must have
+    "prepare": {},
+    "renew": {},
+    "commit": {"checkpoint_dir": "x"},
+    "restore": {"checkpoint_dir": "x", "episode_ids": []},
+    "resume": {},
+    "retire": {"episode_ids": ["r"]},
+    "forget": {"rollout_ids": ["r"]},
+}
 
 
 class Stub(Participant):
@@ -140,3 +150,19 @@ def answer(response: httpx.Response) -> dict[str, Any]:
     if not response.is_success:
         raise Refused(response.status_code, body["error"]["code"], body["error"]["detail"])
     return body
+
+
+async def written(control: Control, **fields: Any) -> dict[str, Any]:
+    """A checkpoint on disk, and the process back in service."""
+    await control.call("prepare")
+    reply = await control.commit(**fields)
+    await control.call("resume")
+    return reply
+
+
+async def refused(call: Awaitable[Any], code: str) -> Refused:
+    """How it was refused: with this code."""
+    with pytest.raises(Refused) as error:
+        await call
+    assert error.value.code == code, error.value
+    return error.value
