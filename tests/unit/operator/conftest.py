@@ -1,4 +1,4 @@
-"""Builders of stacks: a small valid one, and whatever a test changes about it."""
+"""Builders of stacks: a small valid one, and whatever a test changes about it; and an API server to have them at."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from gym_operator.rules.workloads import StackContext
+from gym_rig.fake_kube import FakeKube
 from gym_servers.stack.settings import StackIdentity
 from gym_servers.stack.spec import parse_spec
 
@@ -42,3 +43,8 @@ def identity() -> StackIdentity:
 def context(identity: StackIdentity) -> Callable[[dict[str, Any]], StackContext]:
     """A stack's context out of its spec's document."""
     return lambda document: StackContext(identity, parse_spec(document), operator_namespace="gym-system")
+
+
+@pytest.fixture
+def kube() -> FakeKube:
+    return FakeKube(lambda: 1_800_000_000.0)
