@@ -1,4 +1,5 @@
-"""One S3 server for all process tests, and a stack of real processes that keeps its checkpoints and rows there."""
+"""One S3 server for all process tests; a stack of real processes that keeps its checkpoints and rows there; and one
+whose storage fails as a test wants."""
 
 from __future__ import annotations
 
@@ -14,13 +15,16 @@ from typing import Any
 import pytest
 
 from gym_kit.bucket import REGION, SeaweedFS
+from gym_kit.faulty_s3 import FaultyS3
 from gym_kit.local_run import LocalRun, followed
+from gym_rig.stack_storage import Stack
 from gym_servers.coordination.checkpoint import Outcome, Progress
 from gym_servers.engine.rows import counter_rows
 from gym_servers.local.demo import engine_process, manifest
 from gym_servers.proof.account import Account, account
 from gym_servers.proof.history import read_cut, sort_journal
 from gym_servers.stack.settings import S3Settings
+from gym_servers.storage import s3 as s3_module
 from gym_servers.storage.locate import open_store
 from gym_servers.storage.manifest import CHECKPOINT, read_publication
 from gym_servers.storage.store import ObjectStore
@@ -36,6 +40,32 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
         patched.setenv("AWS_ACCESS_KEY_ID", server.credentials.access_key)
         patched.setenv("AWS_SECRET_ACCESS_KEY", server.credentials.secret_key)
         yield server
+
+
+@pytest.fixture
+def faulty(s3: SeaweedFS) -> Iterator[FaultyS3]:
+    """The S3 server behind a proxy that fails as a test wants."""
+    with FaultyS3(s3.endpoint) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Faults that last are seen in a moment."""
+    monkeypatch.setattr(s3_module, "READ_SECONDS", 1)
+    monkeypatch.setattr(s3_module, "REQUEST_TRIES", 2)
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> str:
+    """The test's own place in the bucket."""
+    return tmp_path.name.lower().replace("_", "-")
+
+
+@pytest.fixture
+def stack(faulty: FaultyS3, s3: SeaweedFS, prefix: str) -> Stack:
+    """A stack whose storage may fail."""
+    return Stack(prefix, faulty.endpoint, s3.credentials)
 
 
 def document(folder: Path, engine: str, rollouts: int, endpoint: str, prefix: str) -> dict[str, Any]:
@@ -106,14 +136,13 @@ class Run(LocalRun):
 
 
 @pytest.fixture
-def collecting(s3: SeaweedFS, tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., Any]:
+def collecting(s3: SeaweedFS, tmp_path: Path, prefix: str) -> Callable[..., Any]:
     """Start a collection whose rollouts last about `steps` tool rounds each."""
 
     @asynccontextmanager
     async def start(
         rollouts: int = 4, steps: int = 12, rate: float = 120.0, endpoint: str = s3.endpoint
     ) -> AsyncIterator[Run]:
-        prefix = tmp_path.name.lower().replace("_", "-")
         rows = counter_rows(rollouts, 7, (steps, steps + 3))
         (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         reach = S3Settings(bucket=BUCKET, endpoint=endpoint, region=REGION, addressing_style="path")

@@ -3,23 +3,16 @@ says why, no rollout notices, and the next one works."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from gym_kit import faulty_s3 as faults
-from gym_kit.bucket import SeaweedFS
 from gym_kit.faulty_s3 import Asked, FaultyS3, reading, refusing
 from gym_servers.coordination.checkpoint import CheckpointFailed
 
 pytestmark = pytest.mark.timeout(300)
-
-
-@pytest.fixture
-def faulty(s3: SeaweedFS) -> Iterator[FaultyS3]:
-    with FaultyS3(s3.endpoint) as proxy:
-        yield proxy
 
 
 def of_checkpoints(asked: Asked) -> bool:
