@@ -11,11 +11,19 @@ from gym_operator.rules.cell_record import from_document
 from gym_rig.cell import IDENTITY
 from gym_rig.operated import OperatedRig
 from gym_servers.collection.shares import SHARES
+from gym_servers.engine.rows import counter_rows
 from gym_servers.proof.account import account
 from gym_servers.proof.history import Cut, read_cut, sort_journal
 from gym_servers.storage.locate import open_store
 from gym_servers.storage.manifest import CHECKPOINT, read_publication
 from gym_servers.storage.store import ObjectMissing
+
+ROWS = 6
+SLOWLY = 5.0  # tokens a second: the collection outlasts what a test does to it
+
+
+def rows() -> Any:
+    return counter_rows(ROWS, 1)
 
 
 async def under_way(rig: OperatedRig) -> None:
@@ -41,8 +49,9 @@ def owners(rig: OperatedRig, rollouts: set[str]) -> set[int]:
     return {owner(rig, rollout) for rollout in rollouts}
 
 
-async def taken(rig: OperatedRig, name: str) -> dict[str, Any]:
-    rig.checkpoint(name)
+async def taken(rig: OperatedRig, name: str, **spec: Any) -> dict[str, Any]:
+    """The status of a checkpoint when it is final, whatever came of it."""
+    rig.checkpoint(name, **spec)
     await rig.until(lambda: rig.final(name), f"{name} is final")
     return rig.status(CHECKPOINTS, name)
 
