@@ -6,17 +6,25 @@ import asyncio
 import os
 import subprocess
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from gym_rig.virtual import settle
+from gym_rig.ledgers import HeldReads, spilled
+from gym_rig.verbs import start
+from gym_rig.virtual import now
 from gym_servers.capture.arrays import float32, int32
 from gym_servers.capture.ledger import CallRecord, Ledger, encode
 from gym_servers.capture.segments import SEGMENT_BYTES
 from gym_servers.capture.store import LedgerStore
 from gym_servers.capture.tokens import Span
+from gym_servers.participants.gate import Gate
+from gym_servers.participants.model import ModelParticipant
+from gym_servers.participants.model_call import Asked, Call
 from gym_servers.protocol.errors import ProtocolError
+from gym_servers.protocol.identity import Episode
 
 TOKENS = 1000
 
@@ -33,9 +41,7 @@ async def filled(folder: Path, cache_bytes: int, keys: int = 4, calls: int = 5) 
     for number in range(calls):
         for key in range(keys):
             store.append(f"r{key}", call(number))
-    await settle()
-    while store._spilling is not None:  # noqa: ASYNC110 - another's work
-        await asyncio.sleep(0.01)
+    await spilled(store)
     return store
 
 
@@ -50,8 +56,7 @@ async def test_memory_is_bounded_and_nothing_is_lost_by_it(tmp_path: Path) -> No
     assert files(tmp_path)
     for key in range(4):
         assert await store.ledger(f"r{key}") == Ledger([call(number) for number in range(5)])
-    while store._spilling is not None:  # noqa: ASYNC110 - another's work
-        await asyncio.sleep(0.01)
+    await spilled(store)
     assert store.cached_bytes <= bound
 
 
@@ -87,8 +92,7 @@ async def test_what_is_freed_leaves_no_file_also_while_it_is_written(tmp_path: P
     store.drop("late")
     for key in list(store):
         store.drop(key)
-    while store._spilling is not None:  # noqa: ASYNC110 - another's work
-        await asyncio.sleep(0.01)
+    await spilled(store)
     assert files(tmp_path) == []
     assert (len(store), store.cached_bytes) == (0, 0)
 
@@ -136,6 +140,48 @@ async def test_a_file_that_was_changed_is_refused_and_one_that_is_gone_is_named(
         await store.record(kept)
 
 
+READS: dict[str, Callable[[LedgerStore], Awaitable[Any]]] = {
+    "ledger": lambda store: store.ledger("r0"),
+    "record": lambda store: store.record(store.calls("r0")[0]),
+}
+FREES: dict[str, Callable[[LedgerStore], None]] = {
+    "drop": lambda store: store.drop("r0"),
+    "clear": LedgerStore.clear,
+}
+
+
+@pytest.mark.parametrize("free", FREES)
+@pytest.mark.parametrize("read", READS)
+async def test_what_is_freed_while_it_is_read_is_read_whole_and_then_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: str, free: str
+) -> None:
+    """Its reader began before: it is no fault that nobody needs it any more."""
+    store = await filled(tmp_path, 0, keys=1, calls=2)
+    held = HeldReads(monkeypatch)
+    reading = asyncio.ensure_future(READS[read](store))
+    await held.begun()
+    FREES[free](store)
+    held.go_on()
+    assert await reading == (Ledger([call(0), call(1)]) if read == "ledger" else call(0))
+    assert files(tmp_path) == []
+    assert await store.ledger("r0") == Ledger()
+
+
+async def test_a_file_goes_also_where_its_reader_was_told_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = await filled(tmp_path, 0, keys=1, calls=2)
+    held = HeldReads(monkeypatch)
+    reading = asyncio.ensure_future(store.ledger("r0"))
+    await held.begun()
+    store.drop("r0")
+    assert files(tmp_path)
+    reading.cancel()
+    held.go_on()
+    await asyncio.wait([reading])
+    assert files(tmp_path) == []
+
+
 async def test_what_cannot_be_written_stays_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Too much of it is better than a call that is lost."""
 
@@ -149,9 +195,7 @@ async def test_what_cannot_be_written_stays_in_memory(tmp_path: Path, monkeypatc
     assert files(tmp_path) == []
     monkeypatch.undo()
     store.append("r0", call(2))
-    await settle()
-    while store._spilling is not None:  # noqa: ASYNC110 - another's work
-        await asyncio.sleep(0.01)
+    await spilled(store)
     assert store.cached_bytes == 0
     assert await store.ledger("r0") == Ledger([call(0), call(1), call(2)])
 
@@ -189,3 +233,57 @@ async def test_what_an_earlier_process_of_the_same_number_left_is_removed_and_wh
     assert not earlier.exists()
     await filled(tmp_path, 0, keys=1, calls=1)
     assert await store.ledger("r0") == Ledger([call(0)])
+
+
+# ---- at a participant -------------------------------------------------------------------------------------
+
+
+async def captured(folder: Path, *keys: str) -> ModelParticipant:
+    """One that has two calls of each episode, all of them in files; each key's are in a file of their own."""
+    store = LedgerStore(0, folder)
+    participant = ModelParticipant(Gate(clock=now), store)
+    start(participant)
+    for key in keys:
+        for number in range(2):
+            store.append(key, call(number, turn=f"t{number}"))
+        await spilled(store)
+    return participant
+
+
+@pytest.mark.parametrize("end", ["retire", "forget", "delete"])
+async def test_a_manifest_that_is_freed_while_it_is_read_is_as_it_was_and_then_as_if_it_had_never_been(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    participant = await captured(tmp_path, "r")
+    held = HeldReads(monkeypatch)
+    reading = asyncio.ensure_future(participant.ledger("r"))
+    await held.begun()
+    if end == "retire":
+        await participant.retire([Episode("r", 0)])
+    elif end == "forget":
+        participant.forget(["r"])
+    else:
+        assert participant.delete("r")
+    held.go_on()
+    ledger = await reading
+    assert ledger is not None
+    assert [one.position for one in ledger.calls] == ["1.0", "1.1"]
+    assert await participant.ledger("r") is None
+    assert files(tmp_path) == []
+
+
+async def test_a_call_goes_on_without_its_parent_where_that_was_freed_before_it_began(tmp_path: Path) -> None:
+    participant = await captured(tmp_path, "r")
+    seen: list[Call] = []
+
+    async def generate(running: Call) -> CallRecord:
+        seen.append(running)
+        return call(2)
+
+    asked = participant.call(Episode("r", 0), Asked("1.2", "d2", ("t1",)), generate)
+    going = asyncio.ensure_future(asked)
+    await asyncio.sleep(0)
+    assert len(participant._calls) == 1
+    participant.delete("r")
+    assert await going == call(2)
+    assert seen[0].parent is None

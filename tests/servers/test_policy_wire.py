@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 
 from gym_rig.cell import TOKEN, Rig, cell
+from gym_rig.ledgers import HeldReads, spilled
 from gym_rig.virtual import settle
 from gym_rig.wire import code, foreign, ok, post, serving
 from gym_servers.capture.inventory import InventoryCall, inventory_of
 from gym_servers.capture.ledger import CallRecord
 from gym_servers.engine.rows import TOOLS, counter_rows
 from gym_servers.model import app as model_app
+from gym_servers.participants.model_call import Failure
 from gym_servers.protocol import headers
 from gym_servers.protocol.errors import ProtocolError
 
@@ -204,6 +206,28 @@ async def test_what_was_captured_is_for_those_with_the_token_and_until_it_is_del
                 assert done.json() == {"rollout_id": "x", "deleted": expected}
             empty = (await client.get(f"http://policy{MANIFEST}/x/manifest", headers=BEARER)).json()
             assert empty["records"] == []
+
+
+async def test_a_manifest_that_is_deleted_while_it_is_read_is_answered_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with foreign(tmp_path, servers=servers(tmp_path, cache_bytes=0)) as rig, rig.network.client() as client:
+        await serving(rig)
+        await chat(rig, "1.1")
+        await spilled(rig.participant("policy")._ledgers)
+        rig.participant("policy")._failures["x"] = [Failure("1.2", "d", "the engine broke")]
+        held = HeldReads(monkeypatch)
+        reading = asyncio.ensure_future(client.get(f"http://policy{MANIFEST}/x/manifest", headers=BEARER))
+        await held.begun()
+        done = await client.delete(f"http://policy{MANIFEST}/x", headers=BEARER)
+        assert done.json() == {"rollout_id": "x", "deleted": True}
+        held.go_on()
+        found = await reading
+        assert found.status_code == 200, found.text
+        assert [record["model_call_id"] for record in found.json()["records"]] == ["1.1"]
+        assert [failure["position"] for failure in found.json()["failures"]] == ["1.2"]
+        gone = await client.get(f"http://policy{MANIFEST}/x/manifest", headers=BEARER)
+        assert gone.json() == {"rollout_id": "x", "records": [], "failures": []}
 
 
 async def test_a_call_that_failed_is_in_the_manifest_with_its_reason(tmp_path: Path) -> None:

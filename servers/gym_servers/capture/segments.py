@@ -25,7 +25,7 @@ SEGMENT_BYTES = 1024 * 1024  # of a file, about: the disk is given back file by 
 
 @dataclass(eq=False, slots=True)
 class Segment:
-    """A file, and how many parts of it are still needed."""
+    """A file, and how often its parts are still needed: each as long as it is kept, and by each of its readers."""
 
     path: Path
     needed: int
@@ -62,17 +62,15 @@ class Segments:
             raise
         return places
 
+    def hold(self, place: Place) -> None:
+        """Somebody reads a part: it is needed once more, until it is freed again."""
+        place.segment.needed += 1
+
     def free(self, place: Place) -> None:
-        """A part is not needed any more."""
+        """A part is not needed any more, by one of those who did."""
         place.segment.needed -= 1
         if not place.segment.needed:
             place.segment.path.unlink(missing_ok=True)
-
-    def clear(self) -> None:
-        """None of any file is."""
-        if self._own is not None:
-            shutil.rmtree(self._own, ignore_errors=True)
-            self._own = None
 
     def _place(self) -> Path:
         if self._own is None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -36,7 +37,7 @@ class Kept:
 
 
 class Source(NamedTuple):
-    """Where a call is, as of one moment: it stays there for whoever has this, also in another thread."""
+    """Where a call is, as of one moment; it stays there for as long as `LedgerStore.reading` holds it."""
 
     data: bytes | None
     place: Place | None
@@ -100,23 +101,44 @@ class LedgerStore:
         entry = self._entries.get(key)
         return list(entry.calls) if entry is not None else []
 
-    def sources(self, key: str) -> list[Source]:
-        """Where all calls of an episode are now."""
-        return [Source(kept.data, kept.place) for kept in self.calls(key)]
+    def holds(self, key: str, kept: Kept) -> bool:
+        """Whether this call was not freed since it was found."""
+        return any(one is kept for one in self.calls(key))
+
+    @contextmanager
+    def reading(self, *keys: str) -> Iterator[dict[str, list[Source]]]:
+        """Where all calls of these episodes are now, for threads: they stay there to the end of the block, also where
+        they are freed meanwhile."""
+        found = {key: [Source(kept.data, kept.place) for kept in self.calls(key)] for key in keys}
+        with self._held(source for sources in found.values() for source in sources):
+            yield found
 
     async def record(self, kept: Kept) -> CallRecord:
-        """A call in full. Raises `checkpoint_error` where its file cannot be used."""
+        """A call in full, as long as it is held here. Raises `checkpoint_error` where its file cannot be used."""
         if id(kept) in self._cached:
             self._cached.move_to_end(id(kept))
         source = Source(kept.data, kept.place)
-        return source.read() if source.data is not None else await asyncio.to_thread(source.read)
+        with self._held([source]):
+            return source.read() if source.data is not None else await asyncio.to_thread(source.read)
 
     async def ledger(self, key: str) -> Ledger:
-        """All calls of an episode in full; no waiting where all are in memory."""
-        sources = self.sources(key)
-        if all(source.data is not None for source in sources):
-            return assembled(sources)
-        return await asyncio.to_thread(assembled, sources)
+        """All calls of an episode in full, as of now; no waiting where all are in memory. Raises `checkpoint_error`
+        where a file cannot be used."""
+        with self.reading(key) as found:
+            if all(source.data is not None for source in found[key]):
+                return assembled(found[key])
+            return await asyncio.to_thread(assembled, found[key])
+
+    @contextmanager
+    def _held(self, sources: Iterable[Source]) -> Iterator[None]:
+        places = [source.place for source in sources if source.data is None and source.place is not None]
+        for place in places:
+            self._segments.hold(place)
+        try:
+            yield
+        finally:
+            for place in places:
+                self._segments.free(place)
 
     # ---- keeping ------------------------------------------------------------------------------------------
 
@@ -151,7 +173,6 @@ class LedgerStore:
     def clear(self) -> None:
         for key in list(self._entries):
             self.drop(key)
-        self._segments.clear()
 
     # ---- the cache ----------------------------------------------------------------------------------------
 

@@ -29,12 +29,13 @@ def add_capture_routes(app: FastAPI, participant: ModelParticipant, tokens: Cont
     @app.get(f"{PREFIX}/{{key}}/manifest")
     async def manifest(key: str, request: Request) -> dict[str, Any]:
         known = checked(request, key)
+        failures = participant.failures(known)  # of the same moment as the calls, which may be freed meanwhile
         ledger = await participant.ledger(known)
         calls = ledger.calls if ledger is not None else []
         return {
             "rollout_id": known,
             "records": [_record(number, call) for number, call in enumerate(calls)],
-            "failures": [vars(failure) for failure in participant.failures(known)],
+            "failures": [vars(failure) for failure in failures],
         }
 
     @app.delete(f"{PREFIX}/{{key}}")

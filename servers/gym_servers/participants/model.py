@@ -137,7 +137,7 @@ class ModelParticipant(Participant):
         call.budget = min(call.budget, len(found.tokens.ids) + found.remaining)
 
     async def _deliver(self, call: Call, parent: Kept | None, generate: Generate) -> CallRecord:
-        if parent is not None:
+        if parent is not None and self._ledgers.holds(call.key, parent):
             call.parent = await self._ledgers.record(parent)
         record = await generate(call)
         await self.gate.wait_checkpoint_closed()
@@ -235,17 +235,14 @@ class ModelParticipant(Participant):
     async def export(self, scope: Scope) -> dict[str, bytes]:
         cut = self._cutting.prefixes
         keys = {*self._ledgers, *self._prefixes, *cut}
-        frozen = {
-            key: (self._ledgers.sources(key), [*self._prefixes.get(key, ()), *cut.get(key, ())])
-            for key in sorted(keys)
-            if scope.covers(key)
-        }
+        frozen = {key: [*self._prefixes.get(key, ()), *cut.get(key, ())] for key in sorted(keys) if scope.covers(key)}
+        with self._ledgers.reading(*frozen) as calls:
 
-        def encoded() -> dict[str, bytes]:
-            return {key: encode(key, Ledger(assembled(calls).calls, found)) for key, (calls, found) in frozen.items()}
+            def encoded() -> dict[str, bytes]:
+                return {key: encode(key, Ledger(assembled(calls[key]).calls, found)) for key, found in frozen.items()}
 
-        # Off the event loop, which serves the coordinator meanwhile; what a ledger holds is never changed.
-        return await asyncio.to_thread(encoded)
+            # Off the event loop, which serves the coordinator meanwhile; what a ledger holds is never changed.
+            return await asyncio.to_thread(encoded)
 
     def read(self, records: Mapping[str, bytes], plan: RestorePlan) -> dict[str, Ledger]:
         staged = {}
