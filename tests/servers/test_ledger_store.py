@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import subprocess
 import sys
@@ -12,14 +13,15 @@ from typing import Any
 
 import pytest
 
-from gym_rig.ledgers import HeldReads, spilled
-from gym_rig.verbs import start
+from gym_rig.ledgers import HURTS, HeldReads, hurt, spilled
+from gym_rig.verbs import checkpoint, prepare, restore, start
 from gym_rig.virtual import now
 from gym_servers.capture.arrays import float32, int32
-from gym_servers.capture.ledger import CallRecord, Ledger, encode
+from gym_servers.capture.ledger import CallRecord, Ledger, decode, encode
 from gym_servers.capture.segments import SEGMENT_BYTES
 from gym_servers.capture.store import LedgerStore
 from gym_servers.capture.tokens import Span
+from gym_servers.participants.base import Scope
 from gym_servers.participants.gate import Gate
 from gym_servers.participants.model import ModelParticipant
 from gym_servers.participants.model_call import Asked, Call
@@ -287,3 +289,81 @@ async def test_a_call_goes_on_without_its_parent_where_that_was_freed_before_it_
     participant.delete("r")
     assert await going == call(2)
     assert seen[0].parent is None
+
+
+def fresh() -> ModelParticipant:
+    return ModelParticipant(Gate(clock=now))
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("how", HURTS)
+async def test_calls_that_are_lost_cost_their_own_rollout_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str, number: int
+) -> None:
+    """Every other is in the checkpoint; this one is a restart, and nothing can continue it by mistake."""
+    participant = await captured(tmp_path, "r", "s", "t")
+    assert hurt(participant._ledgers, participant._ledgers.calls("r")[number], how) == {"r"}
+    records = await checkpoint(participant)
+    assert participant.lost == {"r"}
+    assert "r: captured calls are lost" in caplog.text
+    assert participant.generations() == {"ledgers_lost": 1}
+    for key in "st":
+        assert [one.position for one in decode(key, records[key])[1].calls] == ["1.0", "1.1"]
+    second = fresh()
+    assert restore(second, records, "s", "t") == ["s-a1", "t-a1"]
+    assert list(second._ledgers) == ["s-a1", "t-a1"]
+    with pytest.raises(ProtocolError, match="r cannot be continued: captured calls are lost") as refused:
+        restore(fresh(), records, "r", "s", "t")
+    assert refused.value.code == "invalid_checkpoint_state"
+
+
+async def test_a_file_of_several_costs_those_that_have_calls_in_it(tmp_path: Path) -> None:
+    participant = await captured(tmp_path, "r")
+    for number in range(2):
+        for key in "st":
+            participant._ledgers.append(key, call(number))
+    await spilled(participant._ledgers)
+    assert hurt(participant._ledgers, participant._ledgers.calls("s")[0], "removed") == {"s", "t"}
+    records = await checkpoint(participant)
+    assert participant.lost == {"s", "t"}
+    assert restore(fresh(), records, "r") == ["r-a1"]
+
+
+async def test_calls_that_are_out_of_scope_are_not_missed(tmp_path: Path) -> None:
+    participant = await captured(tmp_path, "r", "s")
+    hurt(participant._ledgers, participant._ledgers.calls("r")[0], "removed")
+    assert list(await checkpoint(participant, "s")) == ["s"]
+    assert participant.lost == frozenset()
+
+
+async def test_what_can_be_read_again_is_continued_again(tmp_path: Path) -> None:
+    participant = await captured(tmp_path, "r")
+    place = participant._ledgers.calls("r")[0].place
+    assert place is not None
+    whole = place.segment.path.read_bytes()
+    hurt(participant._ledgers, participant._ledgers.calls("r")[0], "cut")
+    await checkpoint(participant)
+    place.segment.path.write_bytes(whole)
+    records = await checkpoint(participant)
+    assert participant.lost == frozenset()
+    assert restore(fresh(), records, "r") == ["r-a1"]
+
+
+@pytest.mark.parametrize("lacks", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+async def test_what_the_process_lacks_for_a_moment_makes_nothing_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacks: int
+) -> None:
+    """All would be, at once: the commit is asked for again instead."""
+    participant = await captured(tmp_path, "r", "s")
+    assert prepare(participant)
+
+    def short(self: Path, mode: str) -> Any:
+        raise OSError(lacks, os.strerror(lacks))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", short)
+        with pytest.raises(ProtocolError, match=os.strerror(lacks)) as refused:
+            await participant.export(Scope(None))
+    assert refused.value.code == "checkpoint_error"
+    assert len(await participant.export(Scope(None))) == 2
+    assert participant.lost == frozenset()

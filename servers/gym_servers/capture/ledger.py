@@ -73,10 +73,12 @@ class Prefix:
 
 @dataclass
 class Ledger:
-    """The calls of one episode in the order of their delivery, and prefixes of calls that had not ended."""
+    """The calls of one episode in the order of their delivery, and prefixes of calls that had not ended. `lost`: why
+    they are not here, and nothing can be continued with it; empty where they are."""
 
     calls: list[CallRecord] = field(default_factory=list)
     prefixes: list[Prefix] = field(default_factory=list)
+    lost: str = ""
 
 
 def encode(key: str, ledger: Ledger) -> bytes:
@@ -121,6 +123,8 @@ def encode(key: str, ledger: Ledger) -> bytes:
         tokens = prefix.tokens
         arrays += [to_bytes(prefix.prompt_ids[shared:]), to_bytes(tokens.ids), to_bytes(tokens.logprobs)]
     head = {"format": FORMAT, "key": key, "calls": calls, "prefixes": prefixes}
+    if ledger.lost:
+        head["lost"] = ledger.lost
     return canonical(head) + b"\n" + b"".join(arrays)
 
 
@@ -139,6 +143,7 @@ def decode(name: str, data: bytes) -> tuple[str, Ledger]:
             ledger.calls.append(call)
         ledger.prefixes = [_prefix(entry, arrays, known) for entry in record.get("prefixes", ())]
         arrays.end()
+        ledger.lost = str(record.get("lost", ""))
         return str(record["key"]), ledger
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise ProtocolError("invalid_checkpoint_state", f"record {name}: {error}") from error

@@ -6,6 +6,7 @@ is waited for until it is on the disk, and no file stays open.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
@@ -21,6 +22,15 @@ PREFIX = "gym-ledgers-"
 # Tells this process from an earlier one of its number, as in a container that was restarted.
 RUN = uuid.uuid4().hex[:12]
 SEGMENT_BYTES = 1024 * 1024  # of a file, about: the disk is given back file by file
+# What this process lacks for a moment: no fault of a file.
+_SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+
+
+class Damaged(ProtocolError):
+    """What was put into a file is not there any more as it was: `checkpoint_error` for whoever needs it."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__("checkpoint_error", f"captured calls are lost: {detail}")
 
 
 @dataclass(eq=False, slots=True)
@@ -84,15 +94,18 @@ class Segments:
 
 
 def read(place: Place) -> bytes:
-    """A part, as it was written. Raises `checkpoint_error`."""
+    """A part, as it was written. Raises Damaged, and `checkpoint_error` where it cannot be read just now."""
     try:
         with place.segment.path.open("rb") as file:
             file.seek(place.offset)
             data = file.read(place.size)
     except OSError as error:
-        raise ProtocolError("checkpoint_error", f"a ledger's file cannot be read: {error.strerror}") from error
+        reason = f"a ledger's file cannot be read: {error.strerror}"
+        if error.errno in _SHORTAGES:
+            raise ProtocolError("checkpoint_error", reason) from error
+        raise Damaged(reason) from error
     if sha256(data) != place.digest:
-        raise ProtocolError("checkpoint_error", "a ledger's file does not match its digest")
+        raise Damaged("a ledger's file does not match its digest")
     return data
 
 

@@ -211,5 +211,5 @@ class LedgerStore:
 
 
 def assembled(sources: Sequence[Source]) -> Ledger:
-    """The calls in full, in their order. Raises `checkpoint_error`."""
+    """The calls in full, in order. Raises Damaged, or `checkpoint_error` where a file cannot be read just now."""
     return Ledger([source.read() for source in sources])

@@ -39,6 +39,15 @@ class _Commit:
 
 
 @dataclass(frozen=True)
+class _Frozen:
+    """What a commit writes; the episodes that the environment exports; those in scope that are restarts after all."""
+
+    records: dict[str, bytes]
+    episodes: list[str]
+    restarts: list[str]
+
+
+@dataclass(frozen=True)
 class _Read:
     """Records on their way into the participant."""
 
@@ -133,7 +142,8 @@ class ControlPlane:
         """Committed is what is frozen, with `background`, else what is durable: a write that fails leaves the
         participant prepared."""
         generation = self.gate.control.generation
-        records, episodes = await self._freeze(request, generation)
+        frozen = await self._freeze(request, generation)
+        records, episodes = frozen.records, frozen.episodes
         write = self._write = RecordWrite(
             self._open_store,
             self.author,
@@ -156,9 +166,10 @@ class ControlPlane:
             episodes=episodes,
             records=len(records),
             bytes=write.status.bytes,
+            restarts=frozen.restarts,
         )
 
-    async def _freeze(self, request: m.CommitRequest, generation: int) -> tuple[dict[str, bytes], list[str]]:
+    async def _freeze(self, request: m.CommitRequest, generation: int) -> _Frozen:
         survey = self._survey()
         if not survey.ready:
             raise ProtocolError("checkpoint_error", f"no longer ready: {survey.blockers[0].where}")
@@ -174,7 +185,8 @@ class ControlPlane:
         finally:
             export.cancel()
             ended.cancel()
-        return records, sorted(set(survey.episodes or ()) & set(records))
+        exported = set(survey.episodes or ()) & set(records)
+        return _Frozen(records, sorted(exported), sorted(self.participant.lost))
 
     def _require(self, generation: int, checkpoint_id: str) -> None:
         if self._over(generation):

@@ -45,6 +45,7 @@ RESUME_SECONDS = 10.0  # for a resume after a failure; the lease is the second l
 DEATH_RESUME_SECONDS = 0.5  # in all, for a resume before the processes are replaced: recovery does not wait for it
 RETIRE_SECONDS = 30.0  # for freeing what a published checkpoint leaves out
 POLL_SECONDS = 0.1  # between looks at a background write
+MOST_NAMED = 10  # in one line of the log
 
 
 class Checkpoint:
@@ -193,6 +194,12 @@ class Checkpoint:
         self._asked = True
         replies = await together(*(self._commit_one(client, request) for client in self._clients))
         self._commits = {client.name: reply for client, reply in zip(self._clients, replies, strict=True)}
+        if late := {key for reply in replies for key in reply.restarts}:
+            named = ", ".join(sorted(late)[:MOST_NAMED])
+            log.warning(
+                "checkpoint %s does not continue what cannot be (%s): %s", self._request.name, len(late), named
+            )
+        self._restarts |= late
 
     async def _commit_one(self, client: ParticipantClient, request: m.CommitRequest) -> m.CommitReply:
         try:
@@ -295,7 +302,7 @@ class Checkpoint:
             if manifest.session != self._request.sessions[client.name]:
                 raise CheckpointFailed("SessionChanged", f"{client.name}'s records are of another process")
             if client.kind == "environment":
-                episodes |= set(manifest.episodes)
+                episodes |= set(manifest.episodes) - self._restarts
             members.append(
                 Member(
                     kind=client.kind,
@@ -314,7 +321,7 @@ class Checkpoint:
                 "scope": self._scope,
                 "episodes": sorted(episodes),
                 "restarts": sorted(self._restarts),
-                "not_started": sorted(set(self._scope) - episodes),
+                "not_started": sorted(set(self._scope) - episodes - self._restarts),
                 "left_out": sorted(self._left_out),
                 "labels": dict(self._request.labels),
                 "driver_state": None if self._request.driver_state is None else dict(self._request.driver_state),

@@ -105,6 +105,7 @@ class Participant(abc.ABC):
     kind: str
     problem: str = ""  # what keeps this process from its work, for people; empty where nothing does
     origin: Origin | None = None  # what is restored here, where the coordinator said so
+    lost: frozenset[str] = frozenset()  # capture keys that the last export found to be restarts, after all
 
     def __init__(self, gate: Gate) -> None:
         self.gate = gate

@@ -12,11 +12,13 @@ its request, each restored entry once, so that a deliberate repeat is generated 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 from gym_servers.capture.cuts import prefix_of
 from gym_servers.capture.ledger import CallRecord, Ledger, Prefix, decode, encode
+from gym_servers.capture.segments import Damaged
 from gym_servers.capture.store import Kept, LedgerStore, assembled
 from gym_servers.capture.tokens import Tokens
 from gym_servers.participants.base import Participant, RestorePlan, Scope, Survey
@@ -26,8 +28,11 @@ from gym_servers.participants.model_call import Asked, Call, Failure, Generate, 
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.identity import Episode, highest, parse_key
 
+log = logging.getLogger("gym_servers")
+
 ABANDONED_SECONDS = 30.0  # a caller whose connection broke has come back by then; what nobody waits for is stopped
 MOST_FAILURES = 100  # kept of each episode
+MOST_NAMED = 10  # in one line of the log
 
 
 class ModelParticipant(Participant):
@@ -233,24 +238,45 @@ class ModelParticipant(Participant):
         return dict(self._tally)
 
     async def export(self, scope: Scope) -> dict[str, bytes]:
+        """Of an episode whose calls were damaged where they are kept, a record that nothing continues from: it is a
+        restart, and no other's checkpoint is held up by it. Raises `checkpoint_error` where this process cannot read
+        just now what it has."""
         cut = self._cutting.prefixes
         keys = {*self._ledgers, *self._prefixes, *cut}
         frozen = {key: [*self._prefixes.get(key, ()), *cut.get(key, ())] for key in sorted(keys) if scope.covers(key)}
+        lost: dict[str, str] = {}
         with self._ledgers.reading(*frozen) as calls:
 
-            def encoded() -> dict[str, bytes]:
-                return {key: encode(key, Ledger(assembled(calls[key]).calls, found)) for key, found in frozen.items()}
+            def whole(key: str) -> Ledger:
+                try:
+                    return Ledger(assembled(calls[key]).calls, frozen[key])
+                except Damaged as damaged:
+                    lost[key] = damaged.detail
+                    return Ledger(lost=damaged.detail)
 
             # Off the event loop, which serves the coordinator meanwhile; what a ledger holds is never changed.
-            return await asyncio.to_thread(encoded)
+            records = await asyncio.to_thread(lambda: {key: encode(key, whole(key)) for key in frozen})
+        self._lose(lost)
+        return records
+
+    def _lose(self, lost: Mapping[str, str]) -> None:
+        self.lost = frozenset(lost)
+        if lost:
+            self._tally["ledgers_lost"] += len(lost)
+            named = "; ".join(f"{key}: {why}" for key, why in list(lost.items())[:MOST_NAMED])
+            log.warning("a checkpoint does not continue what has lost its calls (%s): %s", len(lost), named)
 
     def read(self, records: Mapping[str, bytes], plan: RestorePlan) -> dict[str, Ledger]:
         staged = {}
         for name, data in records.items():
             key, ledger = decode(name, data)
             episode = plan.restored(key)
-            if episode is not None:
-                staged[episode.key] = ledger
+            if episode is None:
+                continue
+            if ledger.lost:
+                # Only a coordinator that does not know of `restarts` in a commit's reply asks for it.
+                raise ProtocolError("invalid_checkpoint_state", f"{key} cannot be continued: {ledger.lost}")
+            staged[episode.key] = ledger
         return staged
 
     def install(self, staged: dict[str, Ledger]) -> list[str]:

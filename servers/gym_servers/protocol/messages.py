@@ -173,6 +173,7 @@ class CommitReply(Answer):
     episodes: list[str]
     records: int
     bytes: int
+    restarts: list[str] = []  # (+) in scope, and found while it froze that they cannot be continued
 
 
 class RestoreReply(Answer):
