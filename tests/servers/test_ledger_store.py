@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
@@ -200,6 +201,18 @@ async def test_what_cannot_be_written_stays_in_memory(tmp_path: Path, monkeypatc
     await spilled(store)
     assert store.cached_bytes == 0
     assert await store.ledger("r0") == Ledger([call(0), call(1), call(2)])
+
+
+async def test_memory_stays_bounded_where_the_folder_was_removed(tmp_path: Path) -> None:
+    """As by whoever cleans temporary folders up."""
+    store = await filled(tmp_path / "tmp", 0, keys=1, calls=1)
+    shutil.rmtree(tmp_path / "tmp")
+    store.append("r1", call(1))
+    await spilled(store)
+    assert store.cached_bytes == 0
+    assert await store.ledger("r1") == Ledger([call(1)])
+    (folder,) = (tmp_path / "tmp").iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700
 
 
 def left_over(folder: Path) -> str:

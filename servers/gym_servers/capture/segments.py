@@ -90,6 +90,8 @@ class Segments:
                 if _is_left_over(left.name):
                     shutil.rmtree(left, ignore_errors=True)
             self._own = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-{RUN}-", dir=parent))
+        # Somebody may have cleaned up: without it all that follows would stay in memory.
+        self._own.mkdir(mode=0o700, parents=True, exist_ok=True)
         return self._own
 
 
