@@ -11,8 +11,8 @@ import pytest
 from gym_rig.verbs import checkpoint, commit, prepare, restore, resume, start
 from gym_rig.virtual import now, settle
 from gym_servers.capture.arrays import float32, int32
-from gym_servers.capture.ledger import CallRecord, decode
-from gym_servers.capture.tokens import Span
+from gym_servers.capture.ledger import CallRecord, Ledger, Prefix, decode, encode
+from gym_servers.capture.tokens import Frozen, Span
 from gym_servers.participants.gate import Gate
 from gym_servers.participants.model import ABANDONED_SECONDS, ModelParticipant
 from gym_servers.participants.model_call import Asked, Call
@@ -257,6 +257,16 @@ async def test_what_cannot_be_continued_faithfully_is_generated_anew_and_counted
     assert second.participant.generations() == {"regenerated": 1, f"regenerated_{why}": 1}
 
 
+async def test_what_a_record_of_another_version_does_not_keep_is_counted_as_other() -> None:
+    """The words by which is counted are few, whatever a record says."""
+    nothing = Prefix("1.1", "d", "", int32(), Frozen(int32(), float32()), LENGTH, "a reason to come")
+    second = restored({"r": encode("r", Ledger(prefixes=[nothing]))}, "r")
+    second.ask(R1)
+    await settle()
+    assert second.begun == [("r-a1", 0)]
+    assert second.participant.generations() == {"regenerated": 1, "regenerated_other": 1}
+
+
 async def test_c17_a_prefix_is_of_its_own_request_alone() -> None:
     _, records = await cut_at(4)
     second = restored(records, "r")
@@ -367,9 +377,19 @@ async def test_prefixes_are_freed_with_their_episode(end: str) -> None:
     if done is not None and not isinstance(done, bool):
         await done
     assert second.counts == {"calls": 0, "ledgers": 0}
+    # A restore that is given up loses nothing: its checkpoint has them still.
+    lost = {} if end == "uninstall" else {"dropped": 1, "dropped_unclaimed": 1}
+    assert participant.generations() == lost
     second.ask(R1)
     await settle()
     assert second.begun == [("r-a1", 0)]
+
+
+async def test_what_was_not_kept_is_not_dropped_once_more() -> None:
+    _, records = await cut_at(4, unfaithful="seed")
+    participant = restored(records, "r").participant
+    await participant.retire([R1])
+    assert participant.generations() == {}
 
 
 async def test_a_retired_call_is_stopped_in_the_engine_too() -> None:
@@ -402,6 +422,22 @@ async def test_a_call_whose_callers_have_gone_is_stopped_and_goes_on_when_it_is_
     assert policy.begun == [("r", 0), ("r", 4)]
     policy.say(6)
     assert await policy.said(asked) == list(range(LENGTH))
+
+
+@pytest.mark.parametrize("why", ["constrained", "penalties", "seed", "stop_texts", "failed"])
+async def test_what_is_dropped_when_its_callers_have_gone_is_counted_by_reason(why: str) -> None:
+    policy = Policy()
+    gone = policy.ask(unfaithful="" if why == "failed" else why)
+    await settle()
+    policy.say(4)
+    if why == "failed":
+        policy.running["r"].tokens.ids.append(7)  # an id without its log-probability
+    gone.cancel()
+    await asyncio.sleep(ABANDONED_SECONDS + 1)
+    assert policy.participant.generations() == {"abandoned": 1, "dropped": 1, f"dropped_{why}": 1}
+    policy.ask()
+    await settle()
+    assert policy.begun == [("r", 0), ("r", 0)]
 
 
 async def test_a_call_is_not_given_up_while_a_checkpoint_holds_its_reply() -> None:

@@ -15,6 +15,7 @@ from gym_rig.cell import TOKEN, Rig
 from gym_rig.verbs import checkpoint, restore, resume
 from gym_rig.wire import code, foreign, ok, post, serving
 from gym_servers.capture.ledger import decode
+from gym_servers.capture.reasons import Reason
 from gym_servers.capture.tokens import Span
 from gym_servers.model.engine_client import EngineBroke, EngineClient
 from gym_servers.protocol import headers
@@ -146,6 +147,55 @@ async def test_a_stream_that_turns_into_nonsense_is_taken_up_behind_its_tokens(
         engine = Odd(rig, [chunk("well "), nonsense], [chunk("done", "stop"), END])
         assert await text(rig) == "well done"
         assert engine.prompts[1] == [*engine.prompts[0], *b"well "]
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    Reason.CONSTRAINED: {"response_format": {"type": "json_object"}},
+    Reason.PENALTIES: {"presence_penalty": 0.5},
+    Reason.STOP_TEXTS: {"stop": ["!"]},
+    Reason.SEED: {"seed": 7, "temperature": 1.0},
+}
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("reason", OPTIONS)
+async def test_what_is_begun_anew_when_the_engine_broke_off_is_counted_by_reason(
+    tmp_path: Path, reason: str, times: int
+) -> None:
+    async with foreign(tmp_path) as rig:
+        await serving(rig)
+        broken: list[Stream] = [[chunk("bro")] for _ in range(times)]
+        engine = Odd(rig, *broken, [chunk("whole", "stop"), END])
+        reply, _ = await ok(rig, "policy", PATH, {**ASK, **OPTIONS[reason]}, **POSITION)
+        assert reply["choices"][0]["message"]["content"] == "whole"
+        assert len({tuple(prompt) for prompt in engine.prompts}) == 1
+        assert rig.participant("policy").generations() == {"begun_anew": times, f"begun_anew_{reason}": times}
+
+
+@pytest.mark.parametrize(
+    ("options", "had"), [({}, "wh"), (OPTIONS[Reason.SEED], "")], ids=["continued", "nothing to lose"]
+)
+async def test_a_stream_that_breaks_off_and_costs_nothing_is_not_counted(
+    tmp_path: Path, options: dict[str, Any], had: str
+) -> None:
+    async with foreign(tmp_path) as rig:
+        await serving(rig)
+        Odd(rig, [chunk(had)], [chunk("whole".removeprefix(had), "stop"), END])
+        reply, _ = await ok(rig, "policy", PATH, {**ASK, **options}, **POSITION)
+        assert reply["choices"][0]["message"]["content"] == "whole"
+        assert rig.participant("policy").generations() == {}
+
+
+@pytest.mark.parametrize("had", ["wh", ""])
+async def test_tokens_that_went_with_an_error_are_counted(tmp_path: Path, had: str) -> None:
+    odd = b'data: {"choices":[{"token_ids":[65],"logprobs":{"token_logprobs":[null]}}]}\n\n'
+    async with foreign(tmp_path) as rig:
+        await serving(rig)
+        Odd(rig, [chunk(had), odd], [chunk("whole", "stop"), END])
+        response = await post(rig, "policy", PATH, ASK, **POSITION)
+        assert code(response) == "checkpoint_error"
+        assert rig.participant("policy").generations() == ({"dropped": 1, "dropped_error": 1} if had else {})
+        assert await text(rig) == "whole"
 
 
 async def test_a_body_that_cannot_be_unpacked_is_asked_for_again(tmp_path: Path) -> None:

@@ -14,9 +14,8 @@ from typing import Protocol
 
 from gym_servers.capture.arrays import int32
 from gym_servers.capture.ledger import Prefix
+from gym_servers.capture.reasons import Reason, counted
 from gym_servers.capture.tokens import Frozen, Span, Tokens, joined
-
-FAILED = "failed"  # the reason of a call whose tokens could not be frozen
 
 
 class InFlight(Protocol):
@@ -104,10 +103,10 @@ def freeze(calls: Iterable[InFlight]) -> Cut:
             continue
         if not prefix.skipped:
             counts.update(cut_kept=1, cut_tokens=len(prefix.tokens.ids))
-        elif prefix.skipped == FAILED:
+        elif prefix.skipped == Reason.FAILED:
             counts["cut_failed"] += 1
         else:
-            counts.update({"cut_skipped": 1, f"cut_skipped_{prefix.skipped}": 1})
+            counts.update(counted("cut_skipped", prefix.skipped))
         prefixes.setdefault(call.key, []).append(prefix)
     return Cut(prefixes, counts)
 
@@ -123,6 +122,6 @@ def prefix_of(call: InFlight) -> Prefix | None:
             left = max(0, call.budget - len(tokens.ids))
             return Prefix(call.position, call.digest, call.parent_chain, call.prompt, tokens, left)
         except ValueError:
-            why = FAILED
+            why = Reason.FAILED
     nothing = Frozen(call.tokens.ids[:0], call.tokens.logprobs[:0])
     return Prefix(call.position, call.digest, call.parent_chain, int32(), nothing, call.budget, why)

@@ -173,6 +173,7 @@ class _Generator:
             self._outages,
             call.begin_stream,
             call.grew,
+            call.begun_anew,
         )
         message = policy.dialect.parse(tokens.ids, call.prompt, conversation, head.stem)
         training: dict[str, Any] = {}

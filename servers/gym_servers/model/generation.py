@@ -55,12 +55,14 @@ async def generate(
     outages: Outages,
     begin: Callable[[int], str],
     grew: Callable[[], None] = lambda: None,
+    anew: Callable[[str], None] = lambda reason: None,
 ) -> None:
     """Fill `tokens` up to the generation's end, at most `budget` of them with those that are there.
 
     `name`: whose generation it is, for the engine's logs. `begin` is told before each stream how many tokens there
-    are, and gives the stream's ticket; `grew` is told after each change of the tokens. Raises ProtocolError for what
-    the engine refuses, or sends and cannot be."""
+    are, and gives the stream's ticket; `grew` is told after each change of the tokens, `anew` why those that were
+    there are dropped, and the generation begins anew. Raises ProtocolError for what the engine refuses, or sends and
+    cannot be."""
     read_seconds = READ_SECONDS
     while tokens.finish is None:
         start = len(tokens)
@@ -89,7 +91,8 @@ async def generate(
         if version and not told and len(tokens) > start:
             _known(tokens, await engine.weight_version())
         if tokens.finish is None:
-            if sampling.unfaithful:
+            if sampling.unfaithful and len(tokens):
+                anew(sampling.unfaithful)
                 tokens.restart()
             outages.failed(reason)
             await asyncio.sleep(CONNECT_RETRY_SECONDS)

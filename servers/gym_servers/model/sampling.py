@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from gym_servers.capture.reasons import Reason
 from gym_servers.model.conversation import Sampling
 
 PASSED = (
@@ -44,15 +45,15 @@ def unfaithful(options: Mapping[str, Any]) -> str:
     """
     form = options.get("response_format")
     if options.get("structured_outputs") or (isinstance(form, dict) and form.get("type") not in (None, "text")):
-        return "constrained"
+        return Reason.CONSTRAINED
     if options.get("bad_words"):
-        return "constrained"
+        return Reason.CONSTRAINED
     if any(options.get(name, neutral) != neutral for name, neutral in NEUTRAL.items()):
-        return "penalties"
+        return Reason.PENALTIES
     if options.get("stop"):
-        return "stop_texts"
+        return Reason.STOP_TEXTS
     if options.get("seed") is not None and options.get("temperature") != 0:
-        return "seed"
+        return Reason.SEED
     return ""
 
 

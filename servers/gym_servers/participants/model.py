@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 from gym_servers.capture.cuts import prefix_of
 from gym_servers.capture.ledger import CallRecord, Ledger, Prefix, decode, encode
+from gym_servers.capture.reasons import Reason, counted
 from gym_servers.capture.segments import Damaged
 from gym_servers.capture.store import Kept, LedgerStore, assembled
 from gym_servers.capture.tokens import Tokens
@@ -89,7 +90,7 @@ class ModelParticipant(Participant):
         if replay is not None:
             self._tally["answered"] += 1
             return await self._again(episode, replay)
-        call = Call(episode, asked, chain, budget=asked.budget)
+        call = Call(episode, asked, chain, budget=asked.budget, begun_anew=self._begun_anew)
         call.repeat = self._repeats(call)
         self._claim(call)
         call._task = asyncio.ensure_future(self._deliver(call, parent, generate))
@@ -133,13 +134,17 @@ class ModelParticipant(Participant):
         waiting.remove(found)
         if not waiting:
             del self._prefixes[call.key]
-        why = found.skipped or call.unfaithful or ("" if found.digest == call.digest else "another_request")
+        why = found.skipped or call.unfaithful or ("" if found.digest == call.digest else Reason.ANOTHER_REQUEST)
         if why:
-            self._tally.update({"regenerated": 1, f"regenerated_{why}": 1})
+            self._tally.update(counted("regenerated", why))
             return
         self._tally.update(continued=1, continued_tokens=len(found.tokens.ids))
         call.prompt, call.tokens = found.prompt_ids, Tokens.after(found.tokens)
         call.budget = min(call.budget, len(found.tokens.ids) + found.remaining)
+
+    def _begun_anew(self, reason: str) -> None:
+        """The engine broke off what cannot go on behind its tokens."""
+        self._tally.update(counted("begun_anew", reason))
 
     async def _deliver(self, call: Call, parent: Kept | None, generate: Generate) -> CallRecord:
         if parent is not None and self._ledgers.holds(call.key, parent):
@@ -156,6 +161,8 @@ class ModelParticipant(Participant):
             call.abandoned.cancel()
         # Every waiter may be gone: an error nobody awaits is not a fault of ours.
         if not call.task.cancelled() and (error := call.task.exception()) is not None:
+            if len(call.tokens):
+                self._tally.update(counted("dropped", Reason.ERROR))
             failures = self._failures.setdefault(call.key, [])
             failures.append(Failure(call.position, call.digest, str(error)[:500]))
             del failures[:-MOST_FAILURES]
@@ -188,7 +195,9 @@ class ModelParticipant(Participant):
             self._leave(call)  # what a checkpoint holds stays as it was reported
             return
         prefix = prefix_of(call)
-        if prefix is not None and not prefix.skipped:
+        if prefix is not None and prefix.skipped:
+            self._tally.update(counted("dropped", prefix.skipped))
+        elif prefix is not None:
             self._prefixes.setdefault(call.key, []).append(prefix)
         self._tally["abandoned"] += 1
         call.stopping = True  # asked for again it is another call
@@ -320,6 +329,9 @@ class ModelParticipant(Participant):
                 self._free(key)
 
     def _free(self, key: str) -> None:
+        for prefix in self._prefixes.get(key, ()):
+            if not prefix.skipped:
+                self._tally.update(counted("dropped", Reason.UNCLAIMED))
         self._ledgers.drop(key)
         for known in (self._prefixes, self._replays, self._failures):
             known.pop(key, None)

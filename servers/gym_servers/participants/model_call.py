@@ -47,7 +47,8 @@ class Stream:
 @dataclass(eq=False)
 class Call:
     """A call in progress: `prompt` and `tokens` may hold what an earlier process had, and grow from there. `repeat`
-    counts delivered calls with the same parent and request. `created` is Unix seconds."""
+    counts delivered calls with the same parent and request. `begun_anew` is told why `tokens` are dropped. `created`
+    is Unix seconds."""
 
     episode: Episode
     asked: Asked
@@ -61,6 +62,7 @@ class Call:
     stopping: bool = False
     stream: Stream | None = None
     abandoned: asyncio.TimerHandle | None = None
+    begun_anew: Callable[[str], None] = lambda reason: None
     created: float = field(default_factory=time.time)
     _growth: asyncio.Event = field(default_factory=asyncio.Event)
     _task: asyncio.Task[CallRecord] | None = None
