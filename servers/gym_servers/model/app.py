@@ -18,11 +18,11 @@ from gym_servers.capture.inventory import MODEL_CALL_ID
 from gym_servers.capture.ledger import CallRecord
 from gym_servers.http.apps import base_app, json_object
 from gym_servers.http.episode_path import current_episode
-from gym_servers.http.peers import CONNECT_RETRY_SECONDS
 from gym_servers.model import chat_api, responses_api
+from gym_servers.model.context import Context
 from gym_servers.model.conversation import Conversation, after
 from gym_servers.model.dialect import Dialect
-from gym_servers.model.engine_client import EngineBroke, EngineClient
+from gym_servers.model.engine_client import EngineClient
 from gym_servers.model.generation import LENGTH, Outages, generate
 from gym_servers.model.reply import Head, Reply, Writer
 from gym_servers.model.streaming import Growing, streamed
@@ -147,7 +147,7 @@ class _Generator:
 
     def __init__(self, policy: Policy, outages: Outages) -> None:
         self._policy, self._outages = policy, outages
-        self._context = policy.context
+        self._context = Context(policy.engine, outages, policy.context, bounded=policy.bounded)
 
     async def record(
         self, call: Call, conversation: Conversation, write: Callable[[Reply], dict[str, Any]]
@@ -160,9 +160,13 @@ class _Generator:
                 raise ProtocolError(
                     "invalid_request", f"the conversation cannot be given to the model: {error}"
                 ) from error
-        budget = call.budget = await self._fitting(len(call.prompt), call.budget)
         tokens, head = call.tokens, _head(call, policy.engine.model)
-        name = f"{_name(call)}/{asked.position or '-'}"
+        prompt, wanted, name = len(call.prompt), call.budget, f"{_name(call)}/{asked.position or '-'}"
+
+        async def budget(*, anew: bool) -> int:
+            call.budget = await self._context.budget(prompt, wanted, anew=anew)
+            return call.budget
+
         await generate(
             policy.engine,
             call.prompt,
@@ -204,29 +208,6 @@ class _Generator:
             call.parent_chain,
             after(turns[-1], message) if turns else "",
         )
-
-    async def _fitting(self, prompt: int, budget: int) -> int:
-        """The budget, cut to what the model's context leaves. Raises `invalid_request` where it leaves nothing."""
-        if not self._policy.bounded:
-            return budget
-        if self._context is None:
-            self._context = await self._asked_context()
-        if prompt >= self._context:
-            raise ProtocolError(
-                "invalid_request",
-                f"the conversation has {prompt} tokens, the model's context is {self._context}: send less of it",
-            )
-        return min(budget, self._context - prompt)
-
-    async def _asked_context(self) -> int:
-        while True:
-            try:
-                found = await self._policy.engine.context_length()
-                self._outages.answered()
-                return found if found is not None else 2**31 - 1
-            except EngineBroke as broke:
-                self._outages.failed(str(broke))
-                await asyncio.sleep(CONNECT_RETRY_SECONDS)
 
 
 def _name(call: Call) -> str:

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from typing import Protocol
 
 from gym_servers.capture.chunks import add
 from gym_servers.capture.tokens import Tokens, joined
@@ -21,6 +22,12 @@ from gym_servers.protocol.errors import ProtocolError
 
 LENGTH = "length"  # the finish reason of a generation that used its budget up
 OPEN = ".."  # behind a version: of it or a later one, which is not known before the version is asked for again
+
+
+class Budget(Protocol):
+    """Says how many tokens a generation may have in all. `anew`: what was known before is not enough."""
+
+    async def __call__(self, *, anew: bool) -> int: ...
 
 
 class Outages:
@@ -49,7 +56,7 @@ async def generate(
     engine: EngineClient,
     prompt: Sequence[int],
     sampling: Sampling,
-    budget: int,
+    budget_of: Budget,
     tokens: Tokens,
     name: str,
     outages: Outages,
@@ -57,15 +64,15 @@ async def generate(
     grew: Callable[[], None] = lambda: None,
     anew: Callable[[str], None] = lambda reason: None,
 ) -> None:
-    """Fill `tokens` up to the generation's end, at most `budget` of them with those that are there.
+    """Fill `tokens` up to the generation's end, at most the budget of them with those that are there.
 
-    `name`: whose generation it is, for the engine's logs. `begin` is told before each stream how many tokens there
-    are, and gives the stream's ticket; `grew` is told after each change of the tokens, `anew` why those that were
-    there are dropped, and the generation begins anew. Raises ProtocolError for what the engine refuses, or sends and
-    cannot be."""
+    `budget_of` is asked before each stream: the engine may be another one than before. `name`: whose generation it
+    is, for the engine's logs. `begin` is told before each stream how many tokens there are, and gives the stream's
+    ticket; `grew` is told after each change of the tokens, `anew` why those that were there are dropped, and the
+    generation begins anew. Raises ProtocolError for what the engine refuses, or sends and cannot be."""
     read_seconds = READ_SECONDS
     while tokens.finish is None:
-        start = len(tokens)
+        start, budget = len(tokens), await budget_of(anew=False)
         if start >= budget:
             tokens.finish = LENGTH
             return
@@ -86,6 +93,10 @@ async def generate(
             reason = str(broke)
             if broke.slow:
                 read_seconds *= 2  # asked again in the same way it would never get to answer
+        except ProtocolError:
+            if await budget_of(anew=True) >= budget:
+                raise
+            continue  # it has less room than was known
         except ValueError as error:
             raise ProtocolError("checkpoint_error", f"the engine sent {error}") from error
         if version and not told and len(tokens) > start:
