@@ -30,8 +30,9 @@ class CallRecord:
 
     `position`: its place in the episode ("<activation>.<n>"), empty where the caller named none. `digest`: of the
     request. `parent`: chain of the call it goes on from, empty for a first one. `turn`: digest of the conversation
-    up to and with its reply, by which a child is known. `response`: the reply's body. Raises ValueError where the
-    arrays' lengths differ.
+    up to and with its reply, by which a child is known. `response`: the reply's body. `thoughts`: digests of the
+    reasoning of each message behind the parent's reply, its own reply's last; empty where they are not known. Raises
+    ValueError where the arrays' lengths differ.
     """
 
     position: str
@@ -44,6 +45,7 @@ class CallRecord:
     parent: str = ""
     turn: str = ""
     chain: str = ""
+    thoughts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check(self.ids, self.logprobs, self.spans)
@@ -95,6 +97,7 @@ def encode(key: str, ledger: Ledger) -> bytes:
                 "parent": call.parent,
                 "turn": call.turn,
                 "chain": call.chain,
+                "thoughts": call.thoughts,
                 "shared": shared,
                 "prompt": len(call.prompt_ids) - shared,
                 "generated": len(call.ids),
@@ -164,6 +167,7 @@ def _call(entry: Mapping[str, Any], arrays: ArrayReader, known: Mapping[str, Cal
         entry.get("parent", ""),
         entry.get("turn", ""),
         entry.get("chain", ""),
+        tuple(map(str, entry.get("thoughts", ()))),
     )
 
 

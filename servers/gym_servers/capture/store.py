@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gym_servers.capture.ledger import CallRecord, Ledger, decode, encode
+from gym_servers.capture.parents import parent_of
 from gym_servers.capture.segments import SEGMENT_BYTES, Place, Segments, read
 
 log = logging.getLogger("gym_servers")
@@ -32,6 +33,7 @@ class Kept:
     parent: str
     turn: str
     chain: str
+    thoughts: tuple[str, ...]
     data: bytes | None
     place: Place | None = None
 
@@ -55,7 +57,7 @@ class Source(NamedTuple):
 class _Entry:
     calls: list[Kept] = field(default_factory=list)
     by_position: dict[str, Kept] = field(default_factory=dict)
-    by_turn: dict[str, Kept] = field(default_factory=dict)
+    by_turn: dict[str, list[Kept]] = field(default_factory=dict)
 
 
 class LedgerStore:
@@ -90,12 +92,10 @@ class LedgerStore:
         entry = self._entries.get(key)
         return entry.by_position.get(position) if entry is not None and position else None
 
-    def parent(self, key: str, turns: tuple[str, ...]) -> Kept | None:
-        """The call whose reply a conversation goes on from: the latest of its turns that we gave."""
+    def parent(self, key: str, turns: Sequence[str], thoughts: Sequence[str] = ()) -> Kept | None:
+        """The call whose reply a conversation goes on from: see `gym_servers.capture.parents`."""
         entry = self._entries.get(key)
-        if entry is None:
-            return None
-        return next((kept for turn in reversed(turns) if (kept := entry.by_turn.get(turn)) is not None), None)
+        return parent_of(entry.by_turn, turns, thoughts) if entry is not None else None
 
     def calls(self, key: str) -> list[Kept]:
         entry = self._entries.get(key)
@@ -145,13 +145,13 @@ class LedgerStore:
     def append(self, key: str, record: CallRecord) -> Kept:
         """A call was delivered."""
         data = encode(key, Ledger([record]))
-        kept = Kept(record.position, record.digest, record.parent, record.turn, record.chain, data)
+        kept = Kept(record.position, record.digest, record.parent, record.turn, record.chain, record.thoughts, data)
         entry = self._entries.setdefault(key, _Entry())
         entry.calls.append(kept)
         if kept.position:
             entry.by_position[kept.position] = kept
         if kept.turn:
-            entry.by_turn[kept.turn] = kept
+            entry.by_turn.setdefault(kept.turn, []).append(kept)
         self._cached[id(kept)] = kept
         self._bytes += len(data)
         if self._bytes > self._bound and self._spilling is None:

@@ -20,7 +20,7 @@ from gym_servers.http.apps import base_app, json_object
 from gym_servers.http.episode_path import current_episode
 from gym_servers.model import chat_api, responses_api
 from gym_servers.model.context import Context
-from gym_servers.model.conversation import Conversation, after
+from gym_servers.model.conversation import Conversation, after, thought
 from gym_servers.model.dialect import Dialect
 from gym_servers.model.engine_client import EngineClient
 from gym_servers.model.generation import LENGTH, Outages, generate
@@ -98,7 +98,7 @@ def create_app(participant: ModelParticipant, policy: Policy) -> FastAPI:
         if episode is None and gate.enabled:
             raise ProtocolError("rollout_id_required", "the policy is called below /ng-rollout/<rollout id>/")
         budget, why = conversation.sampling.max_tokens or policy.max_tokens, conversation.sampling.unfaithful
-        asked = Asked(position, digest, turns, budget, why)
+        asked = Asked(position, digest, turns, budget, why, conversation.thoughts())
 
         async def work(call: Call) -> CallRecord:
             return await generator.record(call, conversation, lambda reply: api.write(params, reply))
@@ -196,7 +196,9 @@ class _Generator:
             training,
         )
         whole = tokens.frozen()
-        turns = conversation.turns()
+        turns, known = asked.turns, 0
+        if call.parent is not None:
+            known = turns.index(call.parent.turn) + 1
         return CallRecord(
             asked.position,
             asked.digest,
@@ -207,6 +209,7 @@ class _Generator:
             write(reply),
             call.parent_chain,
             after(turns[-1], message) if turns else "",
+            thoughts=(*asked.thoughts[known:], thought(message)),
         )
 
 

@@ -62,9 +62,18 @@ class Conversation:
             found.append(digest)
         return tuple(found)
 
+    def thoughts(self) -> tuple[str, ...]:
+        """A digest of each message's reasoning, empty where it has none."""
+        return tuple(map(thought, self.messages))
+
+
+def thought(message: Message) -> str:
+    return digest_of(message.reasoning) if message.reasoning else ""
+
 
 def after(turn: str, message: Message) -> str:
-    """The digest of a conversation with one more message. Reasoning is left out: not every client sends it back."""
+    """The digest of a conversation with one more message. Reasoning is left out: not every client sends it back, and
+    so it is compared apart."""
     calls = [[call.id, call.name, call.arguments] for call in message.calls]
     return digest_of([turn, message.role, message.content, calls, message.answers])
 

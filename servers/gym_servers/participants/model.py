@@ -84,7 +84,7 @@ class ModelParticipant(Participant):
             # Its agent does not speak the protocol: it would take a refusal for the end of its work.
             await self.gate.enter()
         self.gate.admit(episode)
-        parent = self._ledgers.parent(episode.key, asked.turns)
+        parent = self._ledgers.parent(episode.key, asked.turns, asked.thoughts)
         chain = parent.chain if parent is not None else ""
         replay = self._replayed(episode.key, asked, chain)
         if replay is not None:

@@ -18,13 +18,15 @@ from gym_servers.protocol.identity import Episode
 @dataclass(frozen=True)
 class Asked:
     """A call as its caller made it. `turns`: digests of its conversation after each message. `budget`: tokens it may
-    generate. `unfaithful`: why a prefix of it cannot be continued; empty where it can."""
+    generate. `unfaithful`: why a prefix of it cannot be continued; empty where it can. `thoughts`: digests of each
+    message's reasoning, empty where none came along."""
 
     position: str
     digest: str
     turns: tuple[str, ...] = ()
     budget: int = 4096
     unfaithful: str = ""
+    thoughts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,7 @@ from gym_servers.capture.tokens import Frozen, Span, Tokens
 from gym_servers.protocol.digests import canonical
 from gym_servers.protocol.errors import ProtocolError
 
+EMPTY = {"position": "", "digest": "", "prompt": 0, "generated": 0, "spans": [], "response": {}}
 IDS = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=20)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=10),
@@ -51,6 +53,7 @@ def ledgers(draw: st.DrawFn) -> Ledger:
                 draw(st.dictionaries(st.text(max_size=5), JSON, max_size=3)),
                 parent.chain if parent else "",
                 draw(st.text(max_size=8)),
+                thoughts=tuple(draw(st.lists(st.text(max_size=4), max_size=3))),
             )
         )
     for _ in range(draw(st.integers(0, 3))):
@@ -189,7 +192,17 @@ def test_a_record_of_the_first_format_is_read() -> None:
     (read,) = ledger.calls
     assert (read.ids, read.logprobs, read.spans) == (int32([6, 7]), float32([0.5, 0.25]), (Span("w", 0, 2),))
     assert read.chain
+    assert read.thoughts == ()
     assert ledger.prefixes == []
+
+
+def test_a_record_that_says_nothing_of_reasoning_is_read() -> None:
+    call = CallRecord("1.1", "d", int32([1]), int32([2]), float32([0.5]), (Span("", 0, 1),), {}, thoughts=("", "t"))
+    head, _, arrays = encode("r", Ledger([call])).partition(b"\n")
+    record = json.loads(head)
+    assert record["calls"][0].pop("thoughts") == ["", "t"]
+    (read,) = decode("r", canonical(record) + b"\n" + arrays)[1].calls
+    assert read == replace(call, thoughts=())
 
 
 @pytest.mark.parametrize(
@@ -200,6 +213,7 @@ def test_a_record_of_the_first_format_is_read() -> None:
         {"calls": [{}]},
         {"calls": 3},
         {"calls": [{"prompt": -1, "generated": 0}]},
+        {"calls": [{**EMPTY, "thoughts": 5}]},
         {"prefixes": [{}]},
         {"prefixes": 3},
         {"key": ...},

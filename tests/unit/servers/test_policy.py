@@ -15,7 +15,7 @@ from gym_servers.assemble import assemble
 from gym_servers.model import chat_api, responses_api
 from gym_servers.model.carry import carried
 from gym_servers.model.config import VllmConfig
-from gym_servers.model.conversation import Conversation, Message, ToolCall, after
+from gym_servers.model.conversation import Conversation, Message, ToolCall, after, thought
 from gym_servers.model.reply import Head, Reply
 from gym_servers.model.sampling import continued, sampling_of, unfaithful
 from gym_servers.stack.settings import ServerSettings, SettingsError, StackIdentity, describe
@@ -43,12 +43,14 @@ def test_a_reply_that_its_client_sends_back_is_known_again_by_either_api(message
     """So the next call finds its parent, whichever API and however many parts the reply had."""
     asked = Conversation((Message("user", "add 5"),))
     expected = after(asked.turns()[-1], message)
+    reasoned = ("", thought(message))
     items = responses_api.body_of({}, reply(message))["output"]
     back = responses_api.conversation_of({"input": [{"role": "user", "content": "add 5"}, *items]}, {})
-    assert back.turns()[1] == expected
+    assert (back.turns()[1], back.thoughts()) == (expected, reasoned)
     said = chat_api.body_of({}, reply(message))["choices"][0]["message"]
     back = chat_api.conversation_of({"messages": [{"role": "user", "content": "add 5"}, said]}, {})
-    assert back.turns()[1] == expected
+    assert (back.turns()[1], back.thoughts()) == (expected, reasoned)
+    assert (reasoned[1] == "") == (message.reasoning == "")
 
 
 def test_conversations_differ_by_whatever_the_model_would_see() -> None:
