@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,15 @@ import pytest
 
 from gym_kit.local_run import LocalRun, followed
 from gym_servers.capture.inventory import VERSION_PATH
+from gym_servers.coordination.client import ParticipantClient
 from gym_servers.model.capture_routes import PREFIX
 from gym_servers.protocol import headers
+from gym_servers.protocol.messages import RetireReply, RetireRequest
 from gym_servers.stack.render import cell_folder
 from gym_servers.stack.settings import StackIdentity
 from gym_vllm.collect import manifest
 from gym_vllm.engine import NAME, Engine
+from gym_vllm.journal import Generated
 from gym_vllm.language import CHAT_TOOLS, rows_of_tests
 
 pytestmark = pytest.mark.timeout(2400)  # the first waits for the engine to start
@@ -192,6 +195,64 @@ async def test_a_stream_of_a_replaced_attempt_is_stopped_though_its_reader_stand
         assert late.status_code == 409
         with suppress(httpx.TransportError):
             await kept
+
+
+@asynccontextmanager
+async def to_be_stopped(
+    run: Served, engine: Engine, rollout: str
+) -> AsyncIterator[list[asyncio.Task[httpx.Response]]]:
+    """Two calls of a rollout, the second streamed, while the engine stands in their middle. It is shown that the
+    block stops both of them there, and that another rollout's call loses nothing by it."""
+    other = f"not-{rollout}"
+
+    def of(key: str) -> list[Generated]:
+        return [one for one in engine.generated() if one.key == key]
+
+    async with AsyncExitStack() as stack:
+        asking = await stack.enter_async_context(http())
+
+        def ask(key: str, *, stream: bool) -> asyncio.Task[httpx.Response]:
+            url = f"{run.url('policy')}/ng-rollout/{key}/v1/chat/completions"
+            return asyncio.create_task(asking.post(url, json={**LONG, "temperature": 0, "stream": stream}))
+
+        engine.pause()  # all three begin together
+        stack.callback(engine.go_on)
+        kept, calls = ask(other, stream=False), [ask(rollout, stream=False), ask(rollout, stream=True)]
+        await until(lambda: (len(of(other)), len(of(rollout))) == (1, 2))
+        async with engine.held_once(40, rollout):
+            assert not any(one.ended for one in [*of(other), *of(rollout)])
+            yield calls
+            await until(lambda: all(one.ended for one in of(rollout)))
+            assert not of(other)[0].ended
+            counted, said = engine.own_count(), len(of(other)[0].ids)
+        assert (await kept).raise_for_status().json()["usage"]["completion_tokens"] == LONG_TOKENS
+        await until(lambda: not engine.running())
+        assert await stands_still(engine)
+        # What one of the two had still to say is far more than what is on its way while an engine is told to stop.
+        assert engine.own_count() - counted < LONG_TOKENS - said + 100
+        assert [(one.finish, len(one.ids) < LONG_TOKENS) for one in of(rollout)] == [(None, True)] * 2
+
+
+async def test_what_a_retired_rollout_generates_is_stopped_and_nothing_else(engine: Engine, folder: Path) -> None:
+    async with served(folder, engine) as run, http() as asking, to_be_stopped(run, engine, "retired") as calls:
+        control = run.runner.host._process("policy").control_url
+        assert control is not None
+        policy = ParticipantClient("policy", "model", control, engine.token, asking)
+        asked = RetireRequest(checkpoint_id="retire", deadline_ts=time.time() + 60.0, episode_ids=["retired"])
+        assert (await policy.call("retire", asked, RetireReply)).retired == ["retired"]
+        assert ["stale_attempt" in (await call).text for call in calls] == [True, True]
+
+
+async def test_what_a_client_that_left_had_asked_for_is_stopped_and_nothing_else(
+    engine: Engine, folder: Path
+) -> None:
+    """Half a minute later: until then it may come back."""
+    async with served(folder, engine) as run:
+        async with to_be_stopped(run, engine, "left") as calls:
+            for call in calls:
+                call.cancel()
+            await asyncio.wait(calls)
+        await until(lambda: run.generations().get("abandoned") == 2)
 
 
 async def versions(run: Served, engine: Engine, rollout: str) -> list[dict[str, Any]]:
