@@ -55,7 +55,7 @@ class Engine:
         many tokens in all, or all streams together so many from now on. It may be paused before. Raises
         AssertionError after `seconds`, or where it is `over` before."""
         async with httpx.AsyncClient(base_url=self.url, timeout=60.0, trust_env=False) as client:
-            (await client.post(HOLD, json={"tokens": tokens, "key": key})).raise_for_status()
+            (await client.post(HOLD, params={"tokens": tokens, "key": key})).raise_for_status()
             try:
                 (await client.post("/resume")).raise_for_status()
                 give_up = time.monotonic() + seconds
@@ -65,6 +65,7 @@ class Engine:
                     await asyncio.sleep(LOOK_SECONDS)
                 yield
             finally:
+                (await client.post(HOLD)).raise_for_status()
                 (await client.post("/resume")).raise_for_status()
 
     def pause(self) -> None:

@@ -5,9 +5,10 @@
 Writes one JSON object a line to the file named by `GYM_TOKEN_JOURNAL`: a stream's prompt when it begins, its tokens
 as they pass, and its end.
 
-It also holds the engine in the middle of a generation: `POST /test-hold` with `{"tokens", "key"}` has it paused, as
-trainers pause it, when so many tokens have passed; `GET /test-hold` says whether it has come to that. Whoever looks
-from outside may look too late: an engine is through with a generation while a busy machine does something else.
+It also holds the engine in the middle of a generation: `POST /test-hold?tokens=N&key=K` has it paused, as trainers
+pause it, when so many tokens have passed; a POST without tokens takes that back, and `GET /test-hold` says whether it
+has come to that. Whoever looks from outside may look too late: an engine is through with a generation while a busy
+machine does something else.
 """
 
 from __future__ import annotations
@@ -36,16 +37,19 @@ HOLD = "/test-hold"
 
 
 class Hold:
-    """When the engine is to be held: once, `tokens` after it was armed, or when a stream's `key` has so many in all;
-    and in the middle of a generation. Pure."""
+    """When the engine is to be held: once, `tokens` after it was told to, or when streams of a `key` have so many in
+    all; and in the middle of a generation. Pure."""
 
     def __init__(self) -> None:
         self.held = False
-        self._seen: Counter[str] = Counter()  # under "" of all keys since it was armed
+        self._seen: Counter[str] = Counter()  # under "" of all keys since it was told
         self._armed: tuple[int, str] | None = None
 
-    def arm(self, tokens: int, key: str) -> None:
-        self._armed, self.held, self._seen[""] = (tokens, key), False, 0
+    def told(self, query: Mapping[str, str]) -> None:
+        """What it is asked for: `tokens` and maybe a `key`, or nothing more."""
+        tokens = query.get("tokens")
+        self._armed = (int(tokens), query.get("key", "")) if tokens is not None else None
+        self.held, self._seen[""] = False, 0
 
     def passed(self, key: str, tokens: int, last: bool) -> bool:
         """So many tokens of a stream have passed, `last` if it ends with them; whether it is to be held now."""
@@ -113,8 +117,7 @@ class TokenJournal:
 
     async def _answer(self, request: Request) -> JSONResponse:
         if request.method == "POST":
-            asked = await request.json()
-            self._hold.arm(int(asked["tokens"]), str(asked.get("key", "")))
+            self._hold.told(request.query_params)
         return JSONResponse({"held": self._hold.held})
 
     async def _pause(self, scope: Scope) -> None:

@@ -6,12 +6,15 @@ all that it has to say in a moment, and a demonstration is to interrupt it.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
+
+import httpx
 
 from gym_kit import image
 from gym_kit.cluster.client import ask
@@ -22,11 +25,12 @@ from gym_kit.progress import Progress
 from gym_operator.api import names
 from gym_vllm import journal
 from gym_vllm.engine import MODEL, NAME, Engine
-from gym_vllm.journal import JOURNAL, Generated, Streams
+from gym_vllm.journal import HOLD, JOURNAL, Generated, Streams
 
 TOKENIZER: Final = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json")
 MIDDLE_SECONDS: Final = 120.0
-MOMENT_SECONDS: Final = 0.03
+LOOK_SECONDS: Final = 0.1
+ASK_SECONDS: Final = 60.0
 KEPT: Final = "/tmp/tokens.jsonl"
 ARGUMENTS: Final = ("--enforce-eager", "--dtype=float32", "--max-model-len=1024", "--max-num-seqs=32")
 NUMA: Final = "libnuma.so.1"  # of this machine: vLLM for a CPU wants it, and no wheel brings it
@@ -59,32 +63,28 @@ class DemoEngine(Protocol):
     def generated(self) -> list[Generated]:
         """What it has generated so far."""
 
-    def hold(self) -> None:
-        """Generations stand where they are."""
+    def get(self, path: str) -> Any:
+        """JSON that its API server answers."""
 
-    def go_on(self) -> None: ...
+    def post(self, path: str) -> None:
+        """Ask its API server to do something; returns when that is done."""
 
 
 @contextmanager
 def in_mid_generation(engine: DemoEngine, more: int) -> Iterator[None]:
-    """It stands where some generation is in its middle, `more` tokens from now or later: it works a moment at a time
-    until then. Raises KitError where that does not come."""
-    goal, give_up = _tokens(engine.generated()) + more, time.monotonic() + MIDDLE_SECONDS
-    while time.monotonic() < give_up:
-        engine.hold()
-        try:
-            streams = engine.generated()
-            if _tokens(streams) >= goal and any(one.ids and not one.ended for one in streams):
-                yield
-                return
-        finally:
-            engine.go_on()
-        time.sleep(MOMENT_SECONDS)
-    raise KitError("no generation was seen in its middle: the rollouts may have ended already")
-
-
-def _tokens(streams: list[Generated]) -> int:
-    return sum(len(one.ids) for one in streams)
+    """It stands where some generation is in its middle, `more` tokens from now or a few later. Raises KitError where
+    that does not come."""
+    give_up = time.monotonic() + MIDDLE_SECONDS
+    engine.post(f"{HOLD}?tokens={more}")
+    try:
+        while not engine.get(HOLD)["held"]:
+            if time.monotonic() > give_up:
+                raise KitError("no generation was seen in its middle: the rollouts may have ended already")
+            time.sleep(LOOK_SECONDS)
+        yield
+    finally:
+        engine.post(HOLD)
+        engine.post("/resume")
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,18 @@ class EngineBeside:
     def generated(self) -> list[Generated]:
         return self.engine.generated()
 
-    def hold(self) -> None:
-        self.engine.pause()
+    def get(self, path: str) -> Any:
+        return self._ask("GET", path).json()
 
-    def go_on(self) -> None:
-        self.engine.go_on()
+    def post(self, path: str) -> None:
+        self._ask("POST", path)
+
+    def _ask(self, method: str, path: str) -> httpx.Response:
+        url = f"{self.engine.url}{path}"
+        try:
+            return httpx.request(method, url, timeout=ASK_SECONDS, trust_env=False).raise_for_status()
+        except httpx.HTTPError as error:
+            raise KitError(f"vLLM beside the cluster does not do what it is asked for: {error}") from error
 
 
 class EnginePod:
@@ -136,16 +143,17 @@ class EnginePod:
             self._copy.write_text(ask(self._kubeconfig, "--namespace", self._kube.namespace, *command))
         return self._streams.look()
 
-    def hold(self) -> None:
-        self._post("pause?mode=keep")
+    def get(self, path: str) -> Any:
+        return json.loads(ask(self._kubeconfig, "get", "--raw", self._raw(path), timeout=ASK_SECONDS))
 
-    def go_on(self) -> None:
-        self._post("resume")
+    def post(self, path: str) -> None:
+        empty = ("--filename", "/dev/null")
+        ask(self._kubeconfig, "create", "--raw", self._raw(path), *empty, timeout=ASK_SECONDS)
 
-    def _post(self, path: str) -> None:
+    def _raw(self, path: str) -> str:
+        """Through the API server: it can reach the pod from wherever this runs."""
         service = f"{names.engine(self._stack)}:{names.ENGINE_PORT}"
-        raw = f"/api/v1/namespaces/{self._kube.namespace}/services/{service}/proxy/{path}"
-        ask(self._kubeconfig, "create", "--raw", raw, "--filename", "/dev/null", timeout=60.0)
+        return f"/api/v1/namespaces/{self._kube.namespace}/services/{service}/proxy{path}"
 
 
 def tokenizer() -> Extra:
