@@ -503,7 +503,9 @@ class Faults(RuleBasedStateMachine):
     def _may_come_again(self, seen: Seen) -> bool:
         attempts = self.world.watch.attempts
         episode = _episode(seen)
-        if episode is None or (episode[0] in attempts.over and episode[1] >= self.world.record.attempt):
+        # A `/run` that is under way while its rollout is forgotten would begin it anew: no driver of ours leaves one.
+        over = attempts.over | (attempts.ran if seen.path == "/run" else set())
+        if episode is None or (episode[0] in over and episode[1] >= self.world.record.attempt):
             return False
         newest = max(attempt for rollout, attempt in attempts.sent if rollout == episode[0])
         repeatable = not seen.path.endswith(BEGIN_OR_END)

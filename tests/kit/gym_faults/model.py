@@ -189,6 +189,7 @@ class Attempts:
         self.sent: dict[tuple[str, int], str] = {}
         self.sessions: dict[tuple[str, int], str] = {}
         self.recoveries: dict[int, float] = {}
+        self.ran: set[str] = set()  # rollouts whose driver has its answer, and forgets them any moment
         self.over: set[str] = set()  # rollouts that were forgotten
 
     def fence(self, process: str) -> Fenced:

@@ -104,11 +104,12 @@ class Watch:
         key = key_of(seen)
         if key is not None and not seen.caller.startswith("collection"):
             self.check(lambda: self.attempts.acts(seen.caller, key, f"{seen.method} {seen.host}{seen.path}"))
-        if (seen.caller, key) in self._answered and not seen.path.endswith("close"):
+        forgotten = key is not None and split(key)[0] in self.attempts.over  # and may be asked for anew
+        if (seen.caller, key) in self._answered and not forgotten and not seen.path.endswith("close"):
             self.broke(2, f"{seen.caller} works for {key} though its activation is complete: {seen.host}{seen.path}")
         if seen.host != "engine":
             self.calls.append(seen)
-        elif (seen.caller, _call_of(seen)) in self._generated and key and split(key)[0] not in self.attempts.over:
+        elif (seen.caller, _call_of(seen)) in self._generated and key and not forgotten:
             self.broke(2, f"{seen.caller} generates {_call_of(seen)} again")
 
     def _sent_when_stale(self, seen: Seen) -> None:
@@ -124,6 +125,8 @@ class Watch:
             self.broke(3, f"{seen.host} had fenced off what it answered: {seen.method} {seen.path}")
         if seen.path in self.mistaken and status < 300:
             self.broke(3, f"{seen.host} answered for an attempt that its session is not of: {seen.path}")
+        if seen.path == "/run" and status == 200 and seen.caller.startswith("collection"):
+            self.attempts.ran.add(json.loads(seen.body)["episode_id"]["rollout_id"])
         if seen.host == "engine":
             self._generated.add((seen.caller, _call_of(seen)))
         if seen.host == "agent" and seen.path.endswith("/v1/responses") and status == 200:
