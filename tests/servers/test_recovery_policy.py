@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gym_rig.cell import Rig, cell
 from gym_servers.coordination.cell_host import Wish
-from gym_servers.coordination.record import CellRecord, Choice, Hold, Stage, tried_again
+from gym_servers.coordination.record import CellRecord, Choice, Hold, Recovery, Stage, tried_again
 from gym_servers.engine.rows import counter_rows
 
 ROLLOUTS = 4
@@ -100,6 +101,39 @@ async def test_what_is_moved_or_suspended_on_purpose_is_not_held(tmp_path: Path)
         await rig.until(lambda: rig.running(2))
         assert not [said for said in rig.said if said[1] == "RecoveryHeld"]
         await to_the_end(rig, continued=ROLLOUTS)
+
+
+@pytest.mark.parametrize("policy", ["Restart", "Manual"])
+async def test_what_is_moved_on_purpose_goes_on_however_many_tries_it_takes(tmp_path: Path, policy: str) -> None:
+    """A cell of many keeps its last two recoveries only."""
+    async with cell(tmp_path, counter_rows(ROLLOUTS, 1), rate=20) as rig:
+        await rig.until(lambda: rig.effects() >= 5)
+        await rig.checkpoint("one")
+        rig.controller.settings = rig.cell_settings(policy=policy, kept_recoveries=2)
+        await rig.controller.replace("it is moved")
+        for attempt in (1, 2, 3, 4):
+            await rig.until(lambda a=attempt: rig.controller.record.attempt == a and rig.controller.record.pins)
+            rig.kill("env")
+        await rig.until(lambda: rig.running(5))
+        assert [one.attempt for one in rig.controller.record.recoveries] == [1, 5]
+        assert not [said for said in rig.said if said[1] == "RecoveryHeld"]
+        await to_the_end(rig, continued=ROLLOUTS)
+
+
+def test_of_what_was_tried_the_newest_are_kept_and_the_one_that_was_asked_for() -> None:
+    def recovery(attempt: int, **parts: Any) -> Recovery:
+        return Recovery(attempt=attempt, reason="", checkpoint=None, started_at=0.0, **parts)
+
+    def kept(*before: Recovery) -> list[int]:
+        record = CellRecord(recoveries=list(before))
+        return [one.attempt for one in record.with_recovery(recovery(9), 3)]
+
+    moved, over = {"planned": True}, {"seconds": 1.0}
+    assert kept(recovery(1), recovery(2)) == [1, 2, 9]
+    assert kept(recovery(1), recovery(2), recovery(3)) == [2, 3, 9]
+    assert kept(recovery(1, **moved), recovery(2), recovery(3)) == [1, 3, 9]
+    assert kept(recovery(1), recovery(2, **moved), recovery(3)) == [2, 3, 9]
+    assert kept(recovery(1, **moved, **over), recovery(2), recovery(3)) == [2, 3, 9], "it was in service since"
 
 
 def test_a_suspension_ends_what_people_are_waited_for_and_not_what_other_code_has_written() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from itertools import takewhile
 
 from gym_servers.coordination.cell_host import CellSettings
 from gym_servers.coordination.record import CellRecord, Choice, Stage
@@ -29,7 +28,7 @@ async def choice_of(
     again = record.stage not in (Stage.RUNNING, Stage.STOPPED)
     at_the_wish = again and chosen is not None and record.restore == chosen.choice
     # The policy is about deaths: a cell that was stopped to go on does go on, and so does one with a wish.
-    asked_for = planned or record.stage is Stage.STOPPED or at_the_wish or (again and _was_asked_for(record))
+    asked_for = planned or record.stage is Stage.STOPPED or at_the_wish or (again and record.asked_for)
     oldest = settings.max_checkpoint_age
     if settings.policy == "Restart" and not asked_for:
         return None
@@ -68,10 +67,4 @@ def people_decide(record: CellRecord, settings: CellSettings, planned: bool) -> 
     """Whether the cell is to wait, with fresh processes, for somebody who says what comes of a death."""
     if settings.policy != "Manual" or planned or record.failures < 0:  # a suspension has just ended
         return False
-    return record.stage in (Stage.RUNNING, Stage.STOPPED) or not _was_asked_for(record)
-
-
-def _was_asked_for(record: CellRecord) -> bool:
-    """Whether the recovery that is under way began by no death, however many tries it takes."""
-    tries = takewhile(lambda recovery: recovery.seconds is None, reversed(record.recoveries))
-    return any(recovery.planned for recovery in tries)
+    return record.stage in (Stage.RUNNING, Stage.STOPPED) or not record.asked_for

@@ -331,7 +331,7 @@ class CellController:
             **({"refused": [], "refusals": {}} if wish is not None else {}),  # somebody wants it tried again
             chosen=record.chosen if wish is None else Chosen(choice=wish.choice, by=wish.by, attempt=attempt),
             failures=failures,
-            recoveries=[*record.recoveries, recovery][-self.settings.kept_recoveries :],
+            recoveries=record.with_recovery(recovery, self.settings.kept_recoveries),
         )
         self._reserved = None
         if decided:

@@ -6,7 +6,9 @@ processes are meant, which attempt they run under, what is being restored, which
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
+from itertools import takewhile
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -141,9 +143,27 @@ class CellRecord(_Part):
     blocked: list[Blocked] = []
     restarted: list[Restarted] = []
 
+    @property
+    def asked_for(self) -> bool:
+        """Whether what is under way began by no death, however many tries it takes."""
+        return _asked_for(self.recoveries) is not None
+
+    def with_recovery(self, recovery: Recovery, most: int) -> list[Recovery]:
+        """The recoveries with one more, at most `most` (2 or more): the newest, and of the tries under way the one
+        that was asked for. What comes of a death among them depends on it: many tries must not push it out."""
+        recoveries = [*self.recoveries, recovery]
+        kept, asked = recoveries[-most:], _asked_for(recoveries)
+        return kept if asked is None or asked in kept else [asked, *kept[1:]]
+
     def chosen_but(self, refused: Choice) -> Chosen | None:
         """What was asked for, unless it is this."""
         return None if self.chosen is not None and self.chosen.choice.uri == refused.uri else self.chosen
+
+
+def _asked_for(recoveries: Sequence[Recovery]) -> Recovery | None:
+    """The last of the tries under way that was asked for; None where a death began them all."""
+    tries = takewhile(lambda recovery: recovery.seconds is None, reversed(recoveries))
+    return next((recovery for recovery in tries if recovery.planned), None)
 
 
 def published_under(left: OpenCheckpoint, digest: str) -> dict[str, Any]:
