@@ -480,10 +480,15 @@ async def test_a_cell_is_moved_off_a_node_that_is_cordoned(tmp_path: Path) -> No
         await rig.until(lambda: all(rig.in_service(1, cell=cell) for cell in range(2)), "moved")
         assert [sources(rig, cell) for cell in range(2)] == [["roll-out"]] * 2
         assert "node node-1 of " in recoveries(rig)[0].reason
-        nodes = {body["spec"]["nodeName"] for (resource, _, _), body in rig.kube.objects.items() if resource == PODS}
-        assert nodes == {"node-2"}
+        assert nodes(rig) == {"node-2"}
         await to_the_end(rig, 9)
         nothing_was_done_twice(rig)
+
+
+def nodes(rig: OperatedRig) -> set[str]:
+    """Where the pods are."""
+    pods = [body for (resource, _, _), body in rig.kube.objects.items() if resource == PODS]
+    return {body["spec"]["nodeName"] for body in pods}
 
 
 def is_guarded(rig: OperatedRig, pod: Body) -> bool:
@@ -580,6 +585,94 @@ async def test_who_drains_a_node_is_let_through_to_pods_that_nobody_moves(
         rig.node = "node-2"
         async with asyncio.timeout(60):
             await drained(rig, "node-1")
+
+
+async def kept_waiting(rig: OperatedRig, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first cell's agent dies, and what comes of that is for people."""
+    with monkeypatch.context() as context:
+        if why == "CodeMismatch":
+            context.setattr(assemble, "FORMAT", 0)  # of the processes that come now
+        rig.cell.kill("agent")
+        await rig.until(lambda: rig.conditions()["Ready"]["reason"] == why, why)
+        await rig.until(lambda: len(rig.pods(0)) == len(rig.pods(1)), "its fresh pods are there")
+
+
+WAITING: dict[str, dict[str, Any]] = {
+    "BackoffLimitExceeded": {"backoffLimit": 0},
+    "RecoveryHeld": {"policy": "Manual"},
+    "CodeMismatch": {},
+}
+
+
+@pytest.mark.parametrize("why", WAITING)
+async def test_cells_in_service_leave_a_node_though_another_waits_for_people(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """It may wait for days, and a node that is drained cannot; one of them after the other all the same."""
+    async with operated(tmp_path, rows(9), cells=3, nodes=True, rate=SLOW, recovery=WAITING[why]) as rig:
+        await under_way(rig)
+        assert (await taken(rig, "one"))["phase"] == "Succeeded"
+        await kept_waiting(rig, why, monkeypatch)
+        told, down = rig.kube.watch, list[set[int]]()
+
+        def watch(resource: Resource, deleted: bool, body: Body) -> None:
+            told(resource, deleted, body)
+            down.append({cell for cell in (1, 2) if not rig.in_service(cell=cell)})
+
+        rig.kube.watch = watch
+        rig.node, waits = "node-2", rig.pods(0)
+        rig.cordon("node-1")
+        await rig.until(lambda: all(rig.in_service(1, cell=cell) for cell in (1, 2)), "moved")
+        assert max(map(len, down)) == 1, "the others work on"
+        assert [sources(rig, cell) for cell in (1, 2)] == [["roll-out"]] * 2
+        assert (rig.conditions()["Ready"]["reason"], rig.pods(0)) == (why, waits)
+        async with asyncio.timeout(120):
+            await drained(rig, "node-1")
+        await rig.until(lambda: nodes(rig) == {"node-2"}, "the node is empty")
+
+
+async def test_another_image_waits_for_a_cell_that_people_decide_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gets the image first, and nobody knows yet what becomes of it with that."""
+    async with operated(tmp_path, rows(9), cells=3, nodes=True, rate=SLOW, recovery={"policy": "Manual"}) as rig:
+        await under_way(rig)
+        assert (await taken(rig, "one"))["phase"] == "Succeeded"
+        await kept_waiting(rig, "RecoveryHeld", monkeypatch)
+        rig.change(image="rig:2")
+        rig.cordon("node-1")
+        rig.node = "node-2"
+        await rig.until(lambda: rig.images(0) == {"rig:2"}, "tried by the one that does nothing")
+        await asyncio.sleep(60)
+        assert rig.images(1) | rig.images(2) == {"rig:1"}
+        _, reason, message = up_to_date(rig)
+        assert (reason, message[:79]) == (
+            "RollingOut",
+            "cell 0 has to be in service first; cell 1: the spec has another image or other ",
+        )
+        rig.change(recovery={"policy": "Restore"})
+        await rig.until(lambda: rig.images() == {"rig:2"} and rig.all_in_service(), "replaced")
+        assert [sources(rig, cell) for cell in range(3)] == [["one"], ["roll-out"], ["roll-out"]]
+
+
+async def test_a_cell_that_does_not_come_up_where_it_was_moved_to_is_followed_by_none(tmp_path: Path) -> None:
+    """Though it has given up as well."""
+    async with operated(tmp_path, rows(9), cells=2, nodes=True, rate=SLOW, recovery={"backoffLimit": 1}) as rig:
+        await under_way(rig)
+        told = rig.kube.watch
+
+        def dies(resource: Resource, deleted: bool, body: Body) -> None:
+            told(resource, deleted, body)
+            if rig.record().get("pins") and rig.record().get("attempt") and stage(rig) == "starting":
+                rig.cell.kill("agent")
+
+        rig.kube.watch = dies
+        rig.cordon("node-1")
+        rig.node = "node-2"
+        await rig.until(lambda: stage(rig) == "stalled", "given up")
+        await asyncio.sleep(60)
+        assert rig.in_service(cell=1) and not recoveries(rig, 1)
+        assert up_to_date(rig)[2].startswith("cell 0 has to be in service first; cell 1: node node-1 of ")
 
 
 async def test_an_operator_that_may_not_watch_nodes_lets_evictions_through(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from gym_operator.rules.checkpoint_phases import Origin
 from gym_operator.rules.checkpoint_queue import Obstacle, Situation
 from gym_operator.rules.observed import CellSeen, Engine, Observed
 from gym_operator.rules.rest import at_rest, storage_told, was_at_rest
-from gym_operator.rules.rollouts import whose_turn, yields
+from gym_operator.rules.rollouts import Standing, Turn, standing_of, whose_turn, yields
 from gym_operator.rules.spec_check import Problem, check_stack
 from gym_operator.rules.stack_status import differs_in_progress_only, stack_status, warnings
 from gym_operator.rules.workloads import StackContext, templates
@@ -124,6 +124,7 @@ class StackWorker:
         self._observe_now: Callable[[], Observed] | None = None
         self._tokens: ControlTokens | None = None
         self._templates: Mapping[str, str] = {}
+        self._turn = Turn()
         self._loaded = False
         self._ensured: Ensured | None = None
         self._written = float("-inf")
@@ -393,7 +394,7 @@ class StackWorker:
             return  # nothing of this stack runs yet
         enabled, participants = stack.spec.checkpoints.enabled, stack.spec.participants()
         release = self._is_torn(stack)
-        turn = self._turn(stack)
+        self._turn = self._whose_turn(stack)
         drain = parse_duration_or_zero(stack.spec.scale_down.drain_timeout)
         calm = REST_SECONDS if resting else max(CALM_SECONDS, len(self._cells) * len(participants) / MOST_ASKED)
         for index, (cell, _) in self._cells.items():
@@ -402,24 +403,28 @@ class StackWorker:
             prefix = f"cell {index}: " if len(self._cells) > 1 else ""
             orders = Orders(participants, settings, stack.spec.suspend, stop, drain, release, calm)
             cell.order(
-                replace(orders, templates=self._templates, cordoned=self._s.cache.cordoned, turn=index == turn),
+                replace(
+                    orders, templates=self._templates, cordoned=self._s.cache.cordoned, turn=index == self._turn.cell
+                ),
                 prefix,
             )
 
-    def _turn(self, stack: GymStack) -> int | None:
+    def _whose_turn(self, stack: GymStack) -> Turn:
         """The cell whose pods may be replaced now, where that can wait."""
         cells = {i: cell for i, (cell, _) in self._cells.items() if i < stack.spec.cells}
         enabled, participants = stack.spec.checkpoints.enabled, stack.spec.participants()
 
-        def serves(cell: CellWorker) -> bool:
+        def standing(cell: CellWorker) -> Standing:
             if enabled:
-                return cell.record is not None and cell.record.stage is Stage.RUNNING
+                return standing_of(cell.record)
             pods = self._pods.of(cell.index)
-            return all(each.name in pods and pods[each.name].ready for each in participants)
+            serves = all(each.name in pods and pods[each.name].ready for each in participants)
+            return Standing.SERVES if serves else Standing.COMES
 
-        waiting = [i for i, cell in cells.items() if cell.cause is not None]
         return whose_turn(
-            {i: serves(cell) for i, cell in cells.items()}, waiting, [i for i, cell in cells.items() if cell.moves]
+            {i: standing(cell) for i, cell in cells.items()},
+            {i: cell.cause for i, cell in cells.items()},
+            [i for i, cell in cells.items() if cell.moves],
         )
 
     def _settings(self, stack: GymStack, index: int) -> CellSettings:
@@ -467,6 +472,7 @@ class StackWorker:
             checkpoint=self._checkpoints.active,
             engine=self._engine(stack),
             last_of=self._last.sure,
+            after=self._turn.after,
         )
 
     def _engine(self, stack: GymStack) -> Engine | None:

@@ -57,7 +57,8 @@ class CellSeen:
 class Observed:
     """All that a stack's status says. `cells` is empty where the spec was never readable; `waits` is what the stack
     as a whole waits for. `engine` is None without an inference block. `last_of` is what cells would continue from,
-    None for the input; a cell that it does not name is as its status says."""
+    None for the input; a cell that it does not name is as its status says. `after`: cells that others have to wait
+    for before their own pods are replaced."""
 
     generation: int
     participants: Sequence[Participant]
@@ -70,6 +71,7 @@ class Observed:
     checkpoint: str | None = None
     engine: Engine | None = None
     last_of: Mapping[int, LastCheckpoint | None] = field(default_factory=dict)
+    after: Sequence[int] = ()
 
     def name_of(self, cell: CellSeen) -> str:
         """How a message begins that is about one cell: without a number where there is only one."""

@@ -2,13 +2,15 @@
 
 A pod that somebody else ends cannot wait: its kubelet gives it the grace period and no more. Another image, other
 settings and a cordoned node can, so cells are moved one after the other, and none while another is out of service:
-what does not come up stops there.
+what does not come up stops there. A cell that waits for people may do so for days, and a node cannot: sisters that
+get nothing but another place are moved past it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Final
 
 from gym_operator.rules.pod_state import PodState
@@ -21,10 +23,12 @@ URGENT_TRIES: Final = 1
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a cell is to get other pods, for people. `urgent`: it loses them whatever is done."""
+    """Why a cell is to get other pods, for people. `urgent`: it loses them whatever is done; `unchanged`: they are to
+    be what the old ones are, in another place."""
 
     reason: str
     urgent: bool
+    unchanged: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,8 @@ def cause_of(situation: Situation) -> Cause | None:
         return Cause(f"the spec has another image or other settings for {', '.join(names)}", urgent=False)
     for server, pod in sorted(pods.items()):
         if pod.node is not None and pod.node in situation.cordoned:
-            return Cause(f"node {pod.node} of {server} is cordoned", urgent=False)
+            # Before anything was applied nobody knows what fresh pods would be made from.
+            return Cause(f"node {pod.node} of {server} is cordoned", urgent=False, unchanged=bool(templates))
     return None
 
 
@@ -152,8 +157,46 @@ def _stands_idle(record: CellRecord) -> bool:
             return False
 
 
-def whose_turn(in_service: Mapping[int, bool], waiting: Collection[int], begun: Iterable[int]) -> int | None:
-    """The cell that may be moved now, of those that can wait; None where another one has to be waited for."""
-    if not all(in_service.values()):
-        return None
-    return min(begun, default=min(waiting, default=None))
+class Standing(Enum):
+    """What a cell is to sisters that are to be moved. SERVES: it works, and may be moved itself; COMES: it is on its
+    way into service, or did not come up again when it was replaced on purpose; WAITS: for people, however long that
+    takes."""
+
+    SERVES = auto()
+    COMES = auto()
+    WAITS = auto()
+
+
+def standing_of(record: CellRecord | None) -> Standing:
+    """Of a cell with this record."""
+    match record:
+        case CellRecord(stage=Stage.RUNNING):
+            return Standing.SERVES
+        case CellRecord(stage=Stage.STALLED, asked_for=False):
+            return Standing.WAITS
+        case CellRecord(stage=Stage.STARTING, held=held) if held:
+            return Standing.WAITS
+        case _:
+            return Standing.COMES
+
+
+@dataclass(frozen=True)
+class Turn:
+    """`cell` may be moved now, of those that can wait; None where none may. `after`: cells that others have to wait
+    for."""
+
+    cell: int | None = None
+    after: tuple[int, ...] = ()
+
+
+def whose_turn(cells: Mapping[int, Standing], causes: Mapping[int, Cause | None], begun: Collection[int]) -> Turn:
+    """Which cell is moved next. `causes`: why each is to be; `begun`: those whose last checkpoint is being taken."""
+    wishing = {i: cause for i, cause in causes.items() if cause is not None and cells[i] is Standing.SERVES}
+    coming = tuple(i for i, standing in sorted(cells.items()) if standing is Standing.COMES)
+    if not wishing or coming:
+        return Turn(after=coming if wishing else ())
+    waiting = tuple(i for i, standing in sorted(cells.items()) if standing is Standing.WAITS)
+    # Nobody knows that the spec is good while a cell that has it, or is about to, is not in service.
+    held_up = {i for i, cause in wishing.items() if waiting and not cause.unchanged}
+    free = wishing.keys() - held_up
+    return Turn(min(free & set(begun) if begun else free, default=None), waiting if held_up else ())

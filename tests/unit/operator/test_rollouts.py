@@ -16,15 +16,18 @@ from gym_operator.rules.rollouts import (
     Discard,
     Replace,
     Situation,
+    Standing,
     Take,
+    Turn,
     cause_of,
     is_due,
     next_move,
     outdated,
+    standing_of,
     whose_turn,
     yields,
 )
-from gym_servers.coordination.record import CellRecord, Pin, Stage
+from gym_servers.coordination.record import CellRecord, Hold, Pin, Recovery, Stage
 from gym_servers.stack.spec import Participant
 
 NEW = {"env": "new", "agent": "new"}
@@ -90,8 +93,20 @@ def test_a_cell_that_loses_its_pods_is_stopped_by_a_last_checkpoint(
     changes: Any, parts: Any, reason: str, urgent: bool
 ) -> None:
     found = situation(changes=changes, **parts)
-    assert cause_of(found) == Cause(reason, urgent)
+    assert cause_of(found) == Cause(reason, urgent, unchanged="cordoned" in reason)
     assert next_move(found) == Take(reason)
+
+
+def test_a_move_off_a_node_is_one_to_the_same_only_where_that_is_known() -> None:
+    """It may stand on its old node with an old image, and an operator that has just begun has applied nothing yet."""
+    off = {"cordoned": {"node-1"}}
+    for found, unchanged in [
+        (situation(**off), True),
+        (situation(changes=OLD, **off), False),
+        (situation(templates={}, **off), False),
+    ]:
+        cause = cause_of(found)
+        assert cause is not None and cause.unchanged is unchanged
 
 
 def test_what_is_not_known_is_no_reason() -> None:
@@ -143,20 +158,81 @@ def test_the_names_of_what_is_outdated_are_sorted_and_those_of_others_left_out()
     assert outdated({**found, "removed": pod("removed", template="old")}, NEW) == ["agent", "env"]
 
 
+PLACE, SPEC = Cause("its node is cordoned", urgent=False, unchanged=True), Cause("another image", urgent=False)
+S, C, W = Standing.SERVES, Standing.COMES, Standing.WAITS
+
+
+@pytest.mark.parametrize("cause", [PLACE, SPEC])
 @pytest.mark.parametrize(
-    ("in_service", "waiting", "begun", "turn"),
+    ("standing", "due", "begun", "turn"),
     [
-        ({0: True, 1: True}, [1, 0], [], 0),
-        ({0: True, 1: True}, [0, 1], [1], 1),
-        ({0: False, 1: True}, [1], [], None),
-        ({0: True, 1: False}, [0], [], None),
-        ({0: True, 1: True}, [], [], None),
+        ([S, S], [0, 1], [], Turn(0)),
+        ([S, S], [1], [], Turn(1)),
+        ([S, S], [0, 1], [1], Turn(1)),
+        ([C, S], [1], [], Turn(after=(0,))),
+        ([S, C], [0], [], Turn(after=(1,))),
+        ([C, S], [0], [], Turn()),
+        ([S, S], [], [], Turn()),
+        ([W, C, S], [2], [], Turn(after=(1,))),
     ],
 )
-def test_one_cell_at_a_time_and_none_while_another_is_out_of_service(
-    in_service: dict[int, bool], waiting: list[int], begun: list[int], turn: int | None
+def test_one_cell_at_a_time_and_none_while_another_comes_up(
+    standing: list[Standing], due: list[int], begun: list[int], turn: Turn, cause: Cause
 ) -> None:
-    assert whose_turn(in_service, waiting, begun) == turn
+    causes = {i: cause if i in due else None for i in range(len(standing))}
+    assert whose_turn(dict(enumerate(standing)), causes, begun) == turn
+
+
+@pytest.mark.parametrize(
+    ("causes", "begun", "turn"),
+    [
+        ([None, PLACE, PLACE], [], Turn(1)),
+        ([PLACE, PLACE, PLACE], [], Turn(1)),
+        ([None, PLACE, PLACE], [2], Turn(2)),
+        ([None, SPEC, SPEC], [], Turn(after=(0,))),
+        ([None, SPEC, PLACE], [], Turn(2, after=(0,))),
+        ([None, SPEC, PLACE], [1], Turn(after=(0,))),
+        ([SPEC, None, None], [], Turn()),
+    ],
+)
+def test_past_a_cell_that_waits_for_people_others_get_another_place_and_nothing_else(
+    causes: list[Cause | None], begun: list[int], turn: Turn
+) -> None:
+    """What the spec says is not known to be good before a cell that has it is in service."""
+    assert whose_turn({0: W, 1: S, 2: S}, dict(enumerate(causes)), begun) == turn
+
+
+DIED, MOVED = {"planned": False}, {"planned": True}
+
+
+def tries(*each: dict[str, Any]) -> list[Recovery]:
+    return [
+        Recovery(**{"attempt": n, "reason": "", "checkpoint": None, "started_at": 0.0, **one})
+        for n, one in enumerate(each)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("record", "standing"),
+    [
+        (CellRecord(stage=Stage.RUNNING), S),
+        (CellRecord(stage=Stage.STALLED), W),
+        (CellRecord(stage=Stage.STALLED, recoveries=tries(DIED, DIED)), W),
+        (CellRecord(stage=Stage.STALLED, recoveries=tries({**MOVED, "seconds": 1.0}, DIED)), W),
+        (CellRecord(stage=Stage.STALLED, recoveries=tries(MOVED, DIED)), C),
+        (CellRecord(stage=Stage.STARTING, held="people decide", held_for=Hold.POLICY), W),
+        (CellRecord(stage=Stage.STARTING, held="other code", recoveries=tries(MOVED)), W),
+        (CellRecord(stage=Stage.STARTING), C),
+        (CellRecord(stage=Stage.REPLACING, held="people decide", held_for=Hold.POLICY), C),
+        (CellRecord(stage=Stage.STOPPED), C),
+        (None, C),
+    ],
+)
+def test_a_cell_waits_for_people_unless_it_was_moved_and_did_not_come_up_again(
+    record: CellRecord | None, standing: Standing
+) -> None:
+    """Where the next one would be moved to as well: that stops at one."""
+    assert standing_of(record) is standing
 
 
 # ---- what the stack says ----------------------------------------------------------------------------------
@@ -186,6 +262,20 @@ def test_pods_that_do_not_come_up_are_told_before_all_else() -> None:
         "image or the settings in the spec right"
     )
     assert said(CellSeen(0, pods=stuck))[2].startswith("agent: ImagePullBackOff: no such image: put the image")
+    given_up = CellRecord(stage=Stage.STALLED)
+    message = said(CellSeen(0, cause=cause), CellSeen(1, pods=stuck, record=given_up))[2]
+    assert "; no other cell gets another image or other settings before it is in service: put the" in message
+
+
+@pytest.mark.parametrize(
+    ("after", "begins"),
+    [((1,), "cell 1 has to be in service first; "), ((1, 2), "cells 1, 2 have to be in service ")],
+)
+def test_the_condition_says_who_is_waited_for(after: tuple[int, ...], begins: str) -> None:
+    cells = (CellSeen(0, cause=PLACE), CellSeen(1), CellSeen(2))
+    seen = Observed(generation=1, participants=(), cells=cells, after=after)
+    message = roll_out(seen)[2]
+    assert message.startswith(begins) and message.endswith("; cell 0: its node is cordoned")
 
 
 REPLACING = CellRecord(stage=Stage.REPLACING)
