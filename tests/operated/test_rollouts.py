@@ -13,6 +13,7 @@ from gym_operator.effects import worker
 from gym_operator.effects.kube import CHECKPOINTS, CHILDREN, PODS, RESTORES, Body, Resource
 from gym_operator.effects.kube_host import KubeCellHost
 from gym_operator.rules.cell_record import from_document
+from gym_operator.rules.rollouts import BUDGET_SECONDS
 from gym_rig.cell import IDENTITY
 from gym_rig.collecting import owners, taken, to_the_end, under_way
 from gym_rig.network import Fault
@@ -501,6 +502,10 @@ def is_guarded(rig: OperatedRig, pod: Body) -> bool:
     return selected and spec["maxUnavailable"] == 0
 
 
+def all_are_guarded(rig: OperatedRig) -> bool:
+    return all(is_guarded(rig, body) for (resource, _, _), body in rig.kube.objects.items() if resource == PODS)
+
+
 async def drained(rig: OperatedRig, node: str) -> None:
     """As kubectl drain does it: asks by name every five seconds, also for a pod that is another one by now. One that
     ends already is let go whatever a budget says."""
@@ -536,10 +541,57 @@ async def test_who_drains_a_node_gets_each_cell_s_pods_when_it_has_had_its_last_
             await drained(rig, "node-1")
         await rig.until(lambda: all(rig.in_service(1, cell=cell) for cell in range(cells)), "moved")
         assert [sources(rig, cell) for cell in range(cells)] == [["roll-out"]] * cells
-        pods = [body for (resource, _, _), body in rig.kube.objects.items() if resource == PODS]
-        await rig.until(lambda: all(is_guarded(rig, pod) for pod in pods), "guarded again")
+        await rig.until(lambda: all_are_guarded(rig), "guarded again")
         await to_the_end(rig, 9)
         nothing_was_done_twice(rig)
+
+
+def budgets(rig: OperatedRig, seconds: float, monkeypatch: pytest.MonkeyPatch, *, lands: str = "late") -> None:
+    """From now on a write of a budget takes so long until it has happened, or until the operator hears of it."""
+    replace = rig.kube.replace
+
+    async def slow(resource: Resource, namespace: str, body: Body) -> Body:
+        late = resource == CHILDREN["PodDisruptionBudget"]
+        if late and lands == "late":
+            await asyncio.sleep(seconds)
+        written = await replace(resource, namespace, body)
+        if late and lands == "at once":
+            await asyncio.sleep(seconds)
+        return written
+
+    monkeypatch.setattr(rig.kube, "replace", slow)
+
+
+@pytest.mark.parametrize("seconds", [8.0, 20.0])
+@pytest.mark.parametrize("lands", ["late", "at once"])
+async def test_who_drains_a_node_has_its_time_from_when_the_budget_lets_it_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lands: str, seconds: float
+) -> None:
+    """A slow API server may need longer for that than the pods would be left alone. Also where they were before."""
+    async with operated(tmp_path, rows(12), nodes=True, rate=SLOW) as rig:
+        await under_way(rig)
+        budgets(rig, seconds, monkeypatch, lands=lands)
+        for attempt, (node, other) in enumerate([("node-1", "node-2"), ("node-2", "node-1")], start=1):
+            rig.node = other
+            rig.cordon(other, cordoned=False)
+            async with asyncio.timeout(120):
+                await drained(rig, node)
+            await rig.until(lambda a=attempt: rig.in_service(a), "moved")
+            await rig.until(lambda: all_are_guarded(rig), "guarded again")
+        assert sources(rig) == ["roll-out"] * 2
+
+
+async def test_a_budget_that_cannot_be_changed_keeps_no_cell_on_its_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with operated(tmp_path, rows(9), nodes=True, rate=SLOW) as rig:
+        await under_way(rig)
+        rig.kube.permitted = lambda verb, resource, _: (verb, resource) != ("update", CHILDREN["PodDisruptionBudget"])
+        rig.node = "node-2"
+        rig.cordon("node-1")
+        began = now()
+        await rig.until(lambda: rig.in_service(1), "moved")
+        assert nodes(rig) == {"node-2"} and now() - began < BUDGET_SECONDS + 20
 
 
 async def no_checkpoint(*_: Any, **__: Any) -> None:

@@ -18,7 +18,7 @@ from gym_operator.effects.stack_pods import StackPods
 from gym_operator.effects.status_writers import StackWriter
 from gym_operator.effects.waits import Waits
 from gym_operator.rules.pod_state import PodState, pod_uid
-from gym_operator.rules.rollouts import yields
+from gym_operator.rules.rollouts import left_to_the_drain, yields
 from gym_servers.coordination.cell_host import Process
 from gym_servers.coordination.record import CellRecord, Pin, Stage
 from gym_servers.stack.spec import Participant
@@ -28,8 +28,6 @@ GRACE_SECONDS: Final = 1
 """Servers that are told that no checkpoint comes end at once; what they hold is in one or it is not."""
 PARKING_SECONDS: Final = 12
 """After a last checkpoint they park their sessions first, and need no longer than that takes."""
-EVICTION_SECONDS: Final = 9.0
-"""For so long pods that are to leave their node are left to who drains it: kubectl asks every five seconds."""
 ASK_AGAIN_SECONDS: Final = 3.0
 """A deletion is asked for again after so long: the first one is under way."""
 
@@ -89,12 +87,14 @@ class KubeCellHost:
         self._left.keep({pod.uid for pod in pods.values()})
         cordoned = self._s.cache.cordoned if self._s.watches_nodes else frozenset()
         left = yields(self._writer.record(self._cell), pods, cordoned)
+        evictable = self._pods.evictable_for(self._cell)
         doomed = []
         for name, incarnation in processes.items():
             pod = pods.get(name)
             if pod is None or pod.uid != pod_uid(incarnation):
                 continue
-            if left and pod.node in cordoned and pod.grace is None and self._left.seconds(pod.uid) < EVICTION_SECONDS:
+            stays = left and pod.node in cordoned and pod.grace is None
+            if stays and left_to_the_drain(self._left.seconds(pod.uid), evictable):
                 continue
             if self._due(pod):
                 doomed.append(pod)

@@ -1,4 +1,5 @@
-"""The pods of one stack: as the watch tells of them, mended by lists, and which of their nodes are lost.
+"""The pods of one stack: as the watch tells of them, mended by lists, which of their nodes are lost, and which pods
+may be evicted.
 
 One for all cells of the stack: what one cell has found out by asking, the others need not ask again.
 """
@@ -32,6 +33,7 @@ class StackPods:
         self._refreshed = float("-inf")
         self._refreshing = asyncio.Lock()
         self._ending = Waits(services.monotonic)
+        self._evictable: dict[int, float] = {}
 
     def of(self, cell: int) -> dict[str, PodState]:
         """The pod that counts for each server of a cell; on a lost node nothing is alive, whatever was heard of it
@@ -78,6 +80,16 @@ class StackPods:
     def silent(self, cell: int, servers: Collection[str]) -> None:
         """These servers of a cell do not answer: how their nodes are is asked with the next list."""
         self._silent[cell] = frozenset(servers)
+
+    def let_through(self, cells: Collection[int]) -> None:
+        """Only these cells' pods are let through by the budget when they are evicted, as was written or seen now."""
+        now = self._monotonic()
+        self._evictable = {cell: self._evictable.get(cell, now) for cell in cells}
+
+    def evictable_for(self, cell: int) -> float | None:
+        """For how many seconds the budget has let the pods of a cell through; None where it is not known to."""
+        since = self._evictable.get(cell)
+        return None if since is None else self._monotonic() - since
 
     async def mend(self) -> None:
         """List the pods, unless that was done a moment ago. Raises KubeError."""

@@ -323,6 +323,7 @@ class StackWorker:
         try:
             self._tokens = await ensure_secret(self._s.kube, context)
             await ensure_children(self._s.kube, context, running=running)
+            self._pods.let_through(yielding)
             self._templates = templates(context)  # only now: fresh pods are made from these
         except ChildProblem as error:
             problem = error.problem

@@ -19,6 +19,10 @@ from gym_servers.coordination.record import CellRecord, Stage
 TRIES: Final = 4
 """Last checkpoints of a cell that can wait: by default, rollouts that hold three up are restarted by the fourth."""
 URGENT_TRIES: Final = 1
+EVICTION_SECONDS: Final = 9.0
+"""For so long pods that are to leave their node may be evicted by who drains it: kubectl asks every five seconds."""
+BUDGET_SECONDS: Final = 60.0
+"""The budget has so long to be changed for that. A cell whose budget cannot be is not held up any longer."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +148,15 @@ def yields(record: CellRecord | None, pods: Mapping[str, PodState], cordoned: Co
         and _stands_idle(record)
         and any(pod.node in cordoned and pod.grace is None for pod in pods.values())
     )
+
+
+def left_to_the_drain(wanted: float, evictable: float | None) -> bool:
+    """Whether a pod on a node that is drained, of a cell that yields, is still left to who drains it. `wanted`: for
+    how many seconds its end has been; `evictable`: for how many the budget lets it through, None where that is not
+    known to be written."""
+    if evictable is None:
+        return wanted < BUDGET_SECONDS
+    return min(wanted, evictable) < EVICTION_SECONDS
 
 
 def _stands_idle(record: CellRecord) -> bool:

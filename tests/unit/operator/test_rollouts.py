@@ -11,6 +11,8 @@ from gym_operator.rules.observed import CellSeen, Observed
 from gym_operator.rules.pod_state import PodState
 from gym_operator.rules.rollout_status import roll_out
 from gym_operator.rules.rollouts import (
+    BUDGET_SECONDS,
+    EVICTION_SECONDS,
     TRIES,
     Cause,
     Discard,
@@ -21,6 +23,7 @@ from gym_operator.rules.rollouts import (
     Turn,
     cause_of,
     is_due,
+    left_to_the_drain,
     next_move,
     outdated,
     standing_of,
@@ -301,3 +304,22 @@ def test_pods_are_for_who_drains_where_nothing_that_they_do_counts(
     record: CellRecord | None, changes: Any, yielded: bool
 ) -> None:
     assert yields(record, pods(**changes), {"node-1"}) is yielded
+
+
+@pytest.mark.parametrize(
+    ("wanted", "evictable", "left"),
+    [
+        (0.0, None, True),
+        (BUDGET_SECONDS - 1, None, True),
+        (BUDGET_SECONDS, None, False),
+        (30.0, 0.0, True),
+        (30.0, EVICTION_SECONDS - 1, True),
+        (30.0, EVICTION_SECONDS, False),
+        (0.0, 100.0, True),
+        (EVICTION_SECONDS, 100.0, False),
+    ],
+)
+def test_who_drains_has_its_time_from_when_it_is_let_through_and_from_when_the_pod_is_to_go(
+    wanted: float, evictable: float | None, left: bool
+) -> None:
+    assert left_to_the_drain(wanted, evictable) is left
