@@ -180,10 +180,10 @@ class Restores:
                 return rules.by_checkpoint(await self._kube.get(CHECKPOINTS, self._stack.namespace, name), name)
             except NotFound:
                 return rules.by_checkpoint(None, name)
-        labels, having = spec.labels or {}, []
+        search = rules.Labelled(spec.labels or {}, self._stack.name, self._uid)
         async for page in self._kube.pages(CHECKPOINTS, self._stack.namespace):
-            having += [body for body in page.items if rules.has_labels(body, labels, self._stack.name)]
-        return rules.by_labels(having, labels, self._stack.name, self._uid)
+            search = search.seen(page.items)
+        return search.found()
 
     def _read_beside(self, uid: str, places: Sequence[rules.Place], *, whole: bool = True) -> None:
         self.close()  # it may be of one that is not there any more

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gym_operator.api.conditions import ConditionReason, ConditionStatus, ConditionType
@@ -95,37 +95,56 @@ def by_checkpoint(body: Mapping[str, Any] | None, name: str) -> Found | Wait | R
     return Found(tuple(places))
 
 
-def has_labels(body: Mapping[str, Any], labels: Mapping[str, str], stack: str) -> bool:
-    """Whether a GymCheckpoint of the stack has them in its spec, and stays."""
-    spec = body.get("spec") or {}
-    of = str((spec.get("stackRef") or {}).get("name") or "")
-    stays = not body["metadata"].get("deletionTimestamp")
-    return of == stack and stays and labels.items() <= (spec.get("labels") or {}).items()
+@dataclass(frozen=True)
+class Labelled:
+    """The search for the newest checkpoint of a stack that has these labels in its spec, from one page of
+    GymCheckpoints to the next: `newest` is the best so far, and nothing else is kept. `coming` is the name of one
+    that has them and is not finished, empty where there is none."""
 
+    labels: Mapping[str, str]
+    stack: str
+    stack_uid: str
+    newest: Mapping[str, Any] | None = None
+    coming: str = ""
 
-def by_labels(
-    bodies: Iterable[Mapping[str, Any]], labels: Mapping[str, str], stack: str, stack_uid: str
-) -> Found | Wait | Refuse:
-    """The newest checkpoint of a stack that has these labels in its spec."""
-    wanted = ", ".join(f"{key}: {value}" for key, value in sorted(labels.items()))
-    having = [body for body in bodies if has_labels(body, labels, stack)]
-    if (newest := newest_good(having, stack, stack_uid)) is not None:
-        return by_checkpoint(newest, newest["metadata"]["name"])
-    coming = [body["metadata"]["name"] for body in having if not entry_of(body).over]
-    if coming:
-        message = f"waits until GymCheckpoint {coming[0]}, which has {wanted}, is finished"
-        return Wait(ConditionReason.CHECKPOINT_NOT_READY, message, patient=True)
-    message = f"no GymCheckpoint of stack {stack} that succeeded has {wanted} in spec.labels"
-    return Wait(ConditionReason.CHECKPOINT_NOT_FOUND, message, patient=False)
+    def seen(self, bodies: Iterable[Mapping[str, Any]]) -> Labelled:
+        """What is known after these GymCheckpoints too."""
+        having = [
+            body
+            for body in bodies
+            if self.labels.items() <= ((body.get("spec") or {}).get("labels") or {}).items()
+            and _stays(body, self.stack)
+        ]
+        best = having if self.newest is None else [self.newest, *having]
+        coming = next((body["metadata"]["name"] for body in having if not entry_of(body).over), "")
+        return replace(self, newest=_newest(best, self.stack_uid), coming=self.coming or coming)
+
+    def found(self) -> Found | Wait | Refuse:
+        """What came of it, once all were seen."""
+        if self.newest is not None:
+            return by_checkpoint(self.newest, self.newest["metadata"]["name"])
+        wanted = ", ".join(f"{key}: {value}" for key, value in sorted(self.labels.items()))
+        if self.coming:
+            message = f"waits until GymCheckpoint {self.coming}, which has {wanted}, is finished"
+            return Wait(ConditionReason.CHECKPOINT_NOT_READY, message, patient=True)
+        message = f"no GymCheckpoint of stack {self.stack} that succeeded has {wanted} in spec.labels"
+        return Wait(ConditionReason.CHECKPOINT_NOT_FOUND, message, patient=False)
 
 
 def newest_good(bodies: Iterable[Mapping[str, Any]], stack: str, stack_uid: str) -> Mapping[str, Any] | None:
     """The newest GymCheckpoint of a stack that has succeeded and is not being deleted, None where there is none."""
-    good = [
-        body
-        for body in bodies
-        if (entry := entry_of(body)).stack == stack and entry.phase == "Succeeded" and not entry.deleting
-    ]
+    return _newest((body for body in bodies if _stays(body, stack)), stack_uid)
+
+
+def _stays(body: Mapping[str, Any], stack: str) -> bool:
+    """Whether a GymCheckpoint is one of the stack, and not being deleted."""
+    entry = entry_of(body)
+    return entry.stack == stack and not entry.deleting
+
+
+def _newest(bodies: Iterable[Mapping[str, Any]], stack_uid: str) -> Mapping[str, Any] | None:
+    """The newest of those that have succeeded."""
+    good = (body for body in bodies if entry_of(body).phase == "Succeeded")
     return max(good, key=lambda body: _age_order(entry_of(body), stack_uid), default=None)
 
 

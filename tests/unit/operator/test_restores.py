@@ -99,7 +99,12 @@ def test_k4_what_has_failed_or_is_being_deleted_is_refused() -> None:
 
 
 def chosen_by_labels(*bodies: dict[str, Any], labels: dict[str, str] | None = None) -> str:
-    found = rules.by_labels(bodies, labels or {"step": "7"}, "demo", STACK_UID)
+    """Of these, one page each."""
+    search = rules.Labelled(labels or {"step": "7"}, "demo", STACK_UID)
+    for body in bodies:
+        search = search.seen([body])
+    found = search.found()
+    assert found == rules.Labelled(search.labels, "demo", STACK_UID).seen(bodies).found(), "whatever the pages"
     assert isinstance(found, rules.Found), found
     return found.places[0].uri.rsplit("-", 1)[1]
 
@@ -127,11 +132,12 @@ def test_k8_a_stack_that_was_made_again_finds_what_the_one_before_it_took() -> N
 
 def test_without_a_checkpoint_of_the_label_it_says_so_or_waits_for_one_that_is_coming() -> None:
     labels = {"step": "7"}
-    nothing = rules.by_labels([checkpoint("x", "Failed", labels=labels)], labels, "demo", STACK_UID)
+    search = rules.Labelled(labels, "demo", STACK_UID)
+    nothing = search.seen([checkpoint("x", "Failed", labels=labels)]).found()
     assert isinstance(nothing, rules.Wait)
     assert (nothing.reason, nothing.patient) == (ConditionReason.CHECKPOINT_NOT_FOUND, False)
     assert "step: 7" in nothing.message
-    coming = rules.by_labels([checkpoint("x", "Preparing", labels=labels)], labels, "demo", STACK_UID)
+    coming = search.seen([checkpoint("x", "Preparing", labels=labels)]).seen([]).found()
     assert isinstance(coming, rules.Wait)
     assert (coming.reason, coming.patient) == (ConditionReason.CHECKPOINT_NOT_READY, True)
 

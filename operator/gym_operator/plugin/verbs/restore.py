@@ -14,7 +14,7 @@ from gym_operator.plugin.screen import Screen
 from gym_operator.plugin.views import restores as views
 from gym_operator.plugin.views.requests import dated_name, new_restore, source_of
 from gym_operator.plugin.waits import until_final
-from gym_operator.rules.restores import Refuse, Wait, by_checkpoint, by_labels
+from gym_operator.rules.restores import Labelled, Refuse, Wait, by_checkpoint
 
 
 async def restore(
@@ -49,7 +49,8 @@ async def refuse_in_vain(cluster: Cluster, stack: Body, source: Mapping[str, Any
         found: object = by_checkpoint(await cluster.checkpoint(name), name)
     elif "labels" in source:
         metadata = stack["metadata"]
-        found = by_labels(await cluster.list(CHECKPOINTS), source["labels"], metadata["name"], metadata["uid"])
+        search = Labelled(source["labels"], metadata["name"], metadata["uid"])
+        found = search.seen(await cluster.list(CHECKPOINTS)).found()
     else:
         return
     match found:
