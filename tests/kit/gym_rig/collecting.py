@@ -22,8 +22,8 @@ ROWS = 6
 SLOWLY = 5.0  # tokens a second: the collection outlasts what a test does to it
 
 
-def rows() -> Any:
-    return counter_rows(ROWS, 1)
+def rows(count: int = ROWS) -> Any:
+    return counter_rows(count, 1)
 
 
 async def under_way(rig: OperatedRig) -> None:
