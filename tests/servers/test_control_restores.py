@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -165,6 +166,19 @@ async def test_a_verb_that_was_meant_for_another_process_neither_restores_nor_op
     assert (control.gate.phase, control.stub.installed, control.gate.fence.floor) == (Phase.STARTING, None, 0)
     assert control.gate.fence.marks == {}
     assert (await ask("session-1"))["phase"] == ("restored" if verb == "restore" else "idle")
+
+
+async def test_a_process_says_once_that_it_is_in_service_and_under_which_attempt(
+    fresh: Callable[[], Control], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is what its log has where nothing goes wrong; a checkpoint closes it for a moment only."""
+    caplog.set_level(logging.INFO, "gym_servers")
+    begun, restored = fresh(), fresh()
+    await begun.call("resume", "start", cell_attempt=3)
+    await written(begun)
+    await restored.restore(cell_attempt=4)
+    await restored.call("resume", "restore")
+    assert [one.getMessage() for one in caplog.records] == ["in service, attempt 3", "in service, attempt 4"]
 
 
 async def test_resume_from_starting_raises_the_floor(fresh: Callable[[], Control]) -> None:

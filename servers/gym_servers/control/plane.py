@@ -280,6 +280,7 @@ class ControlPlane:
         if judge(self.gate.control, Input.RESUME, checkpoint_id) is Verdict.NOTHING:
             self.gate.control = remember(self.gate.control, checkpoint_id)
             return m.PhaseReply(phase=self.gate.phase)
+        fresh = self.gate.phase in (Phase.STARTING, Phase.RESTORED)
         if self.gate.phase is Phase.STARTING:
             if request.cell_attempt is None:
                 # A resume that was meant for the process before this one must not open it.
@@ -287,6 +288,8 @@ class ControlPlane:
             self._require_meant(request.session)
             self.gate.fence.raise_floor(request.cell_attempt)
         self._reopen(Input.RESUME, checkpoint_id)
+        if fresh:
+            log.info("in service, attempt %d", self.gate.fence.floor)
         return m.PhaseReply(phase=self.gate.phase)
 
     def _require_meant(self, session: str | None) -> None:
