@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-import yaml
 
+from gym_kit.documented import plugin_role
 from gym_operator.effects.kube import PODS, SECRETS, STACKS, KubeError, Resource
 from gym_operator.plugin.cluster import Cluster, UserKube
 from gym_operator.plugin.exits import NotDone, OutOfReach, Unusable
@@ -297,16 +297,10 @@ class AsUser:
             yield line
 
 
-def documented_role() -> Any:
-    text = (Path(__file__).parents[2] / "docs" / "kubectl-gym.md").read_text()
-    (block,) = [part for part in text.split("```yaml\n")[1:] if "kind: Role\n" in part.partition("```")[0]]
-    return yaml.safe_load(block.partition("```")[0])
-
-
 async def test_the_documented_role_is_enough_for_every_verb_and_holds_nothing_else(tmp_path: Path) -> None:
     async with operated(tmp_path, rows(), rate=SLOWLY) as rig, beside(rig, "rig-drill"):
         await at_work(rig)
-        rights = Rights(documented_role()["rules"])
+        rights = Rights(plugin_role()["rules"])
         cluster = Cluster(cast("UserKube", AsUser(rig, rights)), IDENTITY.namespace, now)
         page = Page()
         asked: dict[str, Any] = {"name": "one", "labels": [], "stop_after": False, "wait": 300.0}
