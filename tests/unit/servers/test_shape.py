@@ -54,7 +54,7 @@ def test_modules_say_where_they_stand() -> None:
 def test_no_module_is_longer_than_can_be_read() -> None:
     long = {
         str(path.relative_to(ROOT)): lines
-        for root in ("servers", "operator")
+        for root in ("servers", "operator", "tests")
         for path in (ROOT / root).rglob("*.py")
         if (lines := len(path.read_text().splitlines())) > 600
     }
