@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import httpx
@@ -30,6 +31,9 @@ class Engine:
     next_length: int = 0
     breaks_after: int | None = None
     refuses: str = ""  # everything, with this reason
+    words: str = "the maximum context length is {} tokens"  # for what is too long
+    others: Sequence[int] = ()  # that are behind the same address: each request meets the next of all, in turn
+    met: int = 0
     away: int = 0  # requests that find nobody
     asked: int = 0  # for its length
     streams: list[tuple[int, int]] = field(default_factory=list)  # tokens of the prompt, and that were wanted
@@ -38,13 +42,16 @@ class Engine:
         if self.away:
             self.away -= 1
             raise httpx.ConnectError("nobody is there")
+        if self.others:
+            self.length = self.others[self.met % len(self.others)]
+            self.met += 1
         if request.url.path == "/v1/models":
             self.asked += 1
             return httpx.Response(200, json={"data": [{"id": "m", "max_model_len": self.length}]})
         body = json.loads(request.content)
         prompt, wanted = len(body["prompt"]), body["max_tokens"]
         self.streams.append((prompt, wanted))
-        too_long = f"the maximum context length is {self.length} tokens" if prompt + wanted > self.length else ""
+        too_long = self.words.format(self.length) if prompt + wanted > self.length else ""
         if words := self.refuses or too_long:
             return httpx.Response(400, json={"error": {"message": words}})
         return httpx.Response(200, content=self._said(wanted))
@@ -158,3 +165,39 @@ async def test_a_length_that_the_server_was_given_is_not_asked_for() -> None:
     async with policy(engine, context=PROMPT + 7) as client:
         assert await tokens(client) == 7
     assert engine.asked == 0
+
+
+WORDS = [
+    "This model's maximum context length is {} tokens. However, you requested 9999 tokens (9000 in the prompt)",
+    "Requested token count exceeds the model's maximum context length of {} tokens. You requested 9999 tokens",
+    "Input length (9000) exceeds model's maximum context length ({}).",
+]
+
+
+@pytest.mark.parametrize("words", WORDS)
+@pytest.mark.parametrize("lengths", list(product((PROMPT + 10, 1000, 2000), repeat=3)))
+async def test_engines_of_different_lengths_behind_one_address_take_every_call_that_each_has_room_for(
+    lengths: Sequence[int], words: str
+) -> None:
+    """They are replaced one after the other, by such as have another length: any of them may be asked for it, and any
+    other may get the call."""
+    engine = Engine(0, others=lengths, words=words)
+    async with policy(engine) as client:
+        for _ in range(6):
+            assert await tokens(client) in {min(WANTED, length - PROMPT) for length in lengths}
+
+
+async def test_a_conversation_that_one_of_them_has_no_room_for_ends_with_that_reason() -> None:
+    engine = Engine(0, others=(2000, PROMPT))
+    async with policy(engine) as client:
+        refused = await ask(client)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (422, "invalid_request")
+        assert f"the model's context is {PROMPT}: send less of it" in refused.text
+
+
+async def test_an_engine_that_refuses_without_a_length_is_asked_for_it() -> None:
+    engine = Engine(1000, words="that is too long")
+    async with policy(engine) as client:
+        assert await tokens(client) == WANTED
+        engine.length = PROMPT + 9
+        assert await tokens(client) == 9

@@ -163,8 +163,8 @@ class _Generator:
         tokens, head = call.tokens, _head(call, policy.engine.model)
         prompt, wanted, name = len(call.prompt), call.budget, f"{_name(call)}/{asked.position or '-'}"
 
-        async def budget(*, anew: bool) -> int:
-            call.budget = await self._context.budget(prompt, wanted, anew=anew)
+        async def budget(refused: ProtocolError | None = None) -> int:
+            call.budget = await self._context.budget(prompt, wanted, refused)
             return call.budget
 
         await generate(

@@ -2,7 +2,8 @@
 
 An engine may be another one whenever it is asked, with another length, and nobody has to see the change: it may have
 been restarted while nothing was generated. So what it has said before is enough only for a call that fits. One that
-does not is asked about anew, and so is one that the engine refuses.
+does not is asked about anew, and so is one that the engine refuses. There may be several behind one address, of
+different lengths while they are replaced one after the other: who refuses a call for its length says it best itself.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 
 from gym_servers.http.peers import CONNECT_RETRY_SECONDS
-from gym_servers.model.engine_client import EngineBroke, EngineClient
+from gym_servers.model.engine_client import EngineBroke, EngineClient, NoRoom
 from gym_servers.model.generation import Outages
 from gym_servers.protocol.errors import ProtocolError
 
@@ -26,16 +27,19 @@ class Context:
         self._given, self._bounded = given, bounded
         self._said = 0  # tokens, when the engine was last asked
 
-    async def budget(self, prompt: int, wanted: int, *, anew: bool) -> int:
-        """Of the tokens `wanted` behind a prompt as many as there is room for. `anew`: the engine is asked in any
-        case. It is waited for while it is away.
+    async def budget(self, prompt: int, wanted: int, refused: ProtocolError | None = None) -> int:
+        """Of the tokens `wanted` behind a prompt as many as there is room for. `refused`: why an engine did not take
+        as many as were known to fit; without a length in it the engine is asked in any case, and waited for while it
+        is away.
 
         Raises `invalid_request` where there is no room."""
         if not self._bounded:
             return wanted
         length = self._given
         if length is None:
-            if anew or prompt + wanted > self._said:
+            if isinstance(refused, NoRoom):
+                self._said = refused.length
+            elif refused is not None or prompt + wanted > self._said:
                 self._said = await self._asked()
             length = self._said
         if prompt >= length:

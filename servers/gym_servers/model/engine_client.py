@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,8 @@ from gym_servers.protocol import headers
 from gym_servers.protocol.errors import ProtocolError
 
 READ_SECONDS = 60.0  # without a byte from the engine: then it is asked again
+# How engines name their length: "maximum context length is 4096 tokens", "... of 4096", "... (4096)".
+_CONTEXT = re.compile(r"context length\D{0,12}?(\d{1,12})", re.ASCII)
 
 
 class EngineBroke(Exception):
@@ -22,6 +25,14 @@ class EngineBroke(Exception):
     def __init__(self, reason: str, *, slow: bool = False) -> None:
         super().__init__(reason)
         self.slow = slow
+
+
+class NoRoom(ProtocolError):
+    """The engine refuses what is longer than its context: prompt and generation together may have `length` tokens."""
+
+    def __init__(self, reason: str, length: int) -> None:
+        super().__init__("invalid_request", reason)
+        self.length = length
 
 
 class EngineClient:
@@ -88,7 +99,8 @@ class EngineClient:
         """Deltas of one generation until its end. Whoever stops reading stops the engine. `ticket` names this stream
         to what runs beside the engine.
 
-        Raises EngineBroke, and `invalid_request` with the engine's reason for what it refuses."""
+        Raises EngineBroke, and `invalid_request` with the engine's reason for what it refuses: NoRoom where that is
+        its length."""
         body = {
             **options,
             "model": self.model,
@@ -133,4 +145,5 @@ def _refused(response: httpx.Response) -> Exception:
     except ValueError:
         words = ""
     reason = f"the engine answered {response.status_code}: {words or 'no reason given'}"
-    return ProtocolError("invalid_request", reason)
+    named = _CONTEXT.search(words)
+    return NoRoom(reason, int(named[1])) if named else ProtocolError("invalid_request", reason)

@@ -25,9 +25,9 @@ OPEN = ".."  # behind a version: of it or a later one, which is not known before
 
 
 class Budget(Protocol):
-    """Says how many tokens a generation may have in all. `anew`: what was known before is not enough."""
+    """Says how many tokens a generation may have in all. `refused`: by an engine, since what was known is not so."""
 
-    async def __call__(self, *, anew: bool) -> int: ...
+    async def __call__(self, refused: ProtocolError | None = None) -> int: ...
 
 
 class Outages:
@@ -70,9 +70,10 @@ async def generate(
     is, for the engine's logs. `begin` is told before each stream how many tokens there are, and gives the stream's
     ticket; `grew` is told after each change of the tokens, `anew` why those that were there are dropped, and the
     generation begins anew. Raises ProtocolError for what the engine refuses, or sends and cannot be."""
-    read_seconds = READ_SECONDS
+    read_seconds, room = READ_SECONDS, None
     while tokens.finish is None:
-        start, budget = len(tokens), await budget_of(anew=False)
+        start, budget = len(tokens), room if room is not None else await budget_of()
+        room = None
         if start >= budget:
             tokens.finish = LENGTH
             return
@@ -93,10 +94,11 @@ async def generate(
             reason = str(broke)
             if broke.slow:
                 read_seconds *= 2  # asked again in the same way it would never get to answer
-        except ProtocolError:
-            if await budget_of(anew=True) >= budget:
+        except ProtocolError as refused:
+            room = await budget_of(refused)
+            if room >= budget:
                 raise
-            continue  # it has less room than was known
+            continue  # it has less room than was known, whatever another one behind its address would say next
         except ValueError as error:
             raise ProtocolError("checkpoint_error", f"the engine sent {error}") from error
         if version and not told and len(tokens) > start:
