@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 
-from gym_operator.effects.kube import CHECKPOINTS, PODS, RESTORES, STACKS
+from gym_operator.effects.kube import CHECKPOINTS, PODS, RESTORES, STACKS, Body, Resource
+from gym_operator.effects.restores import Restores
 from gym_rig.cell import IDENTITY
 from gym_rig.collecting import SLOWLY, rows
 from gym_rig.operated import OperatedRig, operated
 from gym_rig.restoring import final, restore, sources, sources_of, taken, to_the_end
 from gym_rig.virtual import now
 from gym_servers.control.plane import ControlPlane
+from gym_servers.coordination.controller import CellController
 from gym_servers.protocol.digests import sha256
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.storage.manifest import CHECKPOINT, read_publication
@@ -248,6 +250,48 @@ async def test_k10_where_one_cell_cannot_be_restored_all_go_back(
         for cell in (0, 1):
             assert sources_of(rig, cell)[-1] == second["checkpointID"]
         assert sources_of(rig, 0) == [first["checkpointID"], second["checkpointID"]]
+        await rig.until(rig.complete, "complete")
+
+
+@pytest.mark.parametrize("told", ["at once", "late"])
+async def test_k10_a_cell_that_has_not_begun_when_a_restore_fails_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str
+) -> None:
+    """It may be held up for long before it begins; then there is nothing any more that it should begin with."""
+    fulfil, original, broken = Restores.fulfil, ControlPlane.restore, ""
+
+    async def fails(self: ControlPlane, request: Any) -> Any:
+        if self.author.instance == "agent" and request.checkpoint_dir == broken:
+            raise ProtocolError("invalid_checkpoint_state", "its records are odd")
+        return await original(self, request)
+
+    monkeypatch.setattr(ControlPlane, "restore", fails)
+    async with operated(tmp_path, rows(), rate=SLOWLY, cells=2) as rig:
+        await rig.until(rig.all_in_service, "in service")
+        broken = (await taken(rig, "first"))["cells"][0]["uri"]
+        write, failing = rig.kube.replace_status, asyncio.Event()
+
+        async def later(self: Restores, index: int, controller: CellController) -> None:
+            if index == 1:
+                await failing.wait()
+            await fulfil(self, index, controller)
+
+        async def slowly(resource: Resource, namespace: str, body: Body) -> Body:
+            if resource != RESTORES or body["status"].get("phase") != "Failed":
+                return await write(resource, namespace, body)
+            if told == "at once":
+                body = await write(resource, namespace, body)
+            failing.set()
+            await asyncio.sleep(5)
+            return body if told == "at once" else await write(resource, namespace, body)
+
+        monkeypatch.setattr(Restores, "fulfil", later)
+        rig.kube.replace_status = slowly  # type: ignore[method-assign]
+        restore(rig, checkpointRef={"name": "first"})
+        assert (await final(rig, "back", "Failed"))["reason"] == "RecordsRefused"
+        await rig.until(rig.all_in_service, "back in service")
+        await asyncio.sleep(10)
+        assert sources_of(rig, 1) == []
         await rig.until(rig.complete, "complete")
 
 

@@ -351,6 +351,8 @@ class Restores:
         return True
 
     async def _fail(self, writer: RestoreWriter, reason: str, message: str) -> bool:
+        # Before it is written: a cell that has not begun would go back with the others, and may be far ahead.
+        self._wishes = {index: wish for index, wish in self._wishes.items() if wish.by != writer.uid}
         return await self._end(writer, rules.failed(writer.status, reason, message, writer.generation, self._wall()))
 
     async def _end(self, writer: RestoreWriter, status: RestoreStatus) -> bool:
