@@ -205,11 +205,12 @@ class Turn:
 def whose_turn(cells: Mapping[int, Standing], causes: Mapping[int, Cause | None], begun: Collection[int]) -> Turn:
     """Which cell is moved next. `causes`: why each is to be; `begun`: those whose last checkpoint is being taken."""
     wishing = {i: cause for i, cause in causes.items() if cause is not None and cells[i] is Standing.SERVES}
+    patient = {i for i, cause in wishing.items() if not cause.urgent}  # the others wait for nobody
     coming = tuple(i for i, standing in sorted(cells.items()) if standing is Standing.COMES)
     if not wishing or coming:
-        return Turn(after=coming if wishing else ())
+        return Turn(after=coming if patient else ())
     waiting = tuple(i for i, standing in sorted(cells.items()) if standing is Standing.WAITS)
     # Nobody knows that the spec is good while a cell that has it, or is about to, is not in service.
-    held_up = {i for i, cause in wishing.items() if waiting and not cause.unchanged}
+    held_up = {i for i in patient if waiting and not wishing[i].unchanged}
     free = wishing.keys() - held_up
     return Turn(min(free & set(begun) if begun else free, default=None), waiting if held_up else ())

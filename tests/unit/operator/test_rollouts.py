@@ -162,6 +162,7 @@ def test_the_names_of_what_is_outdated_are_sorted_and_those_of_others_left_out()
 
 
 PLACE, SPEC = Cause("its node is cordoned", urgent=False, unchanged=True), Cause("another image", urgent=False)
+ENDED = Cause("its pod was deleted", urgent=True)
 S, C, W = Standing.SERVES, Standing.COMES, Standing.WAITS
 
 
@@ -203,6 +204,14 @@ def test_past_a_cell_that_waits_for_people_others_get_another_place_and_nothing_
 ) -> None:
     """What the spec says is not known to be good before a cell that has it is in service."""
     assert whose_turn({0: W, 1: S, 2: S}, dict(enumerate(causes)), begun) == turn
+
+
+@pytest.mark.parametrize("other", [C, W])
+@pytest.mark.parametrize(("second", "after"), [(None, ()), (ENDED, ()), (SPEC, (0,))])
+def test_a_cell_that_loses_its_pods_whatever_is_done_is_not_said_to_wait(
+    other: Standing, second: Cause | None, after: tuple[int, ...]
+) -> None:
+    assert whose_turn({0: other, 1: S, 2: S}, {0: None, 1: ENDED, 2: second}, []).after == after
 
 
 DIED, MOVED = {"planned": False}, {"planned": True}
