@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 from gym_bench.ledger import CALLS, measured, told
 
 
@@ -12,3 +17,13 @@ async def test_it_measures_what_it_says() -> None:
     assert found["disk_mib"] > 0
     assert found["append_ms"]["p50"] > 0
     assert told(found).startswith("    20 rollouts")
+
+
+def test_the_whole_measurement_runs_as_make_runs_it(tmp_path: Path) -> None:
+    output = tmp_path / "figures" / "ledger.json"
+    words = ["--sizes", "8", "--output", str(output)]
+    done = subprocess.run([sys.executable, "-m", "gym_bench.ledger", *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    sizes = json.loads(output.read_text())["sizes"]
+    assert [(one["rollouts"], one["training"]) for one in sizes] == [(8, False), (8, True)]
+    assert done.stdout.count("8 rollouts") == 2

@@ -47,6 +47,8 @@ OUTPUT = Path(__file__).parents[3] / "build" / "bench" / "ledger.json"
 
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="numbers of rollouts")
+    options.add_argument("--output", type=Path, default=OUTPUT, help="where the figures go")
     options.add_argument("--one", type=int, help="measure one number of rollouts here, and print it")
     options.add_argument("--cache-bytes", type=int, default=CACHE_BYTES)
     options.add_argument("--training", action="store_true", help="replies bring token ids along (return_token_ids)")
@@ -56,16 +58,18 @@ def main() -> int:
         return 0
     found = []
     for training in (False, True):
-        for rollouts in SIZES:
+        for rollouts in chosen.sizes:
             words = ["--one", str(rollouts), *(["--training"] if training else [])]
-            done = subprocess.run([sys.executable, __file__, *words], check=True, stdout=subprocess.PIPE, text=True)
+            done = subprocess.run(
+                [sys.executable, "-m", "gym_bench.ledger", *words], check=True, stdout=subprocess.PIPE, text=True
+            )
             found.append(json.loads(done.stdout))
             print(told(found[-1]))
-    OUTPUT.parent.mkdir(parents=True, exist_ok=True)
+    chosen.output.parent.mkdir(parents=True, exist_ok=True)
     cores, load = os.cpu_count(), os.getloadavg()
     whole = {"machine": {"cores": cores, "load": load}, "calls_of_a_rollout": CALLS, "sizes": found}
-    OUTPUT.write_text(json.dumps(whole, indent=2) + "\n")
-    print(f"load {load[0]:.1f} on {cores} cores; {OUTPUT}")
+    chosen.output.write_text(json.dumps(whole, indent=2) + "\n")
+    print(f"load {load[0]:.1f} on {cores} cores; {chosen.output}")
     return 0
 
 
