@@ -170,6 +170,19 @@ async def test_what_is_given_up_leads_back_to_the_cells_own(tmp_path: Path, stag
         await to_the_end(rig)
 
 
+async def test_what_was_restored_here_and_is_given_up_for_another_cell_is_as_good_as_before(tmp_path: Path) -> None:
+    """It may be the newest that the cell has: nothing older is continued in its place."""
+    async with cell(tmp_path, rows(), rate=20) as rig:
+        await taken(rig, "first")
+        second = await taken(rig, "second")
+        await rig.controller.restore_chosen(wish(second))
+        await rig.until(lambda: rig.running(1))
+        await rig.controller.give_up_chosen("someone", "another cell does not come up with it")
+        await rig.until(lambda: rig.running(2))
+        assert sources(rig.controller.record) == ["second", "second"]
+        await to_the_end(rig)
+
+
 async def test_a_policy_that_restarts_is_about_deaths_and_not_about_wishes(tmp_path: Path) -> None:
     async with cell(tmp_path, rows(), rate=20) as rig:
         first = await taken(rig, "first")

@@ -253,12 +253,14 @@ class CellController:
         await self._recover(reason, True, self._seen, afresh=True)
 
     async def give_up_chosen(self, by: str, reason: str) -> None:
-        """Continue from the cell's own newest checkpoint after all: what `by` wished for cannot be restored. Nothing
-        happens where the cell is not at that wish. Raises StorageError."""
-        chosen = self.record.chosen
+        """Continue from the cell's own newest checkpoint after all: what `by` wished for cannot be restored, here or
+        in another cell. Nothing happens where the cell is not at that wish. Raises StorageError."""
+        record, chosen = self.record, self.record.chosen
         if chosen is None or chosen.by != by:
             return
-        await self._save(refused=[*self.record.refused, chosen.choice.uri], chosen=None)
+        # Where it is in service its own part is good, and may be its newest: in its place it would lose work.
+        good = record.stage in (Stage.RUNNING, Stage.STOPPED)
+        await self._save(refused=[*record.refused, *([] if good else [chosen.choice.uri])], chosen=None)
         await self._recover(reason, True, self._seen, afresh=True)
 
     async def _recover(
