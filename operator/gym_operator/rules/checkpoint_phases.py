@@ -46,7 +46,7 @@ TABLE: Final[Mapping[CheckpointPhase, frozenset[CheckpointPhase]]] = {
 
 _WHAT_GOES_ON: Final[Mapping[CheckpointPhase, str]] = {
     "Preparing": "rollouts are brought to where they can continue from",
-    "Committing": "records are frozen and written",
+    "Committing": "records are being frozen and written",
     "Publishing": "all records are durable; the checkpoint is being published",
 }
 _SUCCEEDED: Final[Mapping[CheckpointPhase, ConditionStatus]] = {"Succeeded": "True", "Failed": "False"}

@@ -212,7 +212,7 @@ def test_parts_side_by_side_stand_where_the_slowest_stands() -> None:
     now = begin(now, "Committing", 0, among)
     assert now.phase == "Preparing"
     now = begin(now, "Committing", 1, among)
-    assert (now.phase, now.message) == ("Committing", "0 of 2 cells are done; records are frozen and written")
+    assert (now.phase, now.message) == ("Committing", "0 of 2 cells are done; records are being frozen and written")
     now = fail(begin(now, "Publishing", 0, among), 1, among)
     assert now.phase == "Publishing"
     assert succeed(now, 0, among).phase == "Failed"
