@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from gym_kit.demo.options import from_environment
 from gym_kit.demo.report import report
 from gym_kit.demo.scenario import Scenario
-from gym_kit.demo.stage import grounds, staged
+from gym_kit.demo.stage import STACK, grounds, staged
 from gym_kit.demo.table import Watch
 from gym_kit.errors import KitError
 from gym_kit.progress import Progress
@@ -20,6 +22,11 @@ from gym_kit.progress import Progress
 
 def main() -> int:
     """Exit code 0 only if everything that was promised was seen."""
+    with ExitStack() as ending:
+        return _demonstrated(ending)
+
+
+def _demonstrated(ending: ExitStack) -> int:
     try:
         options, progress = from_environment(os.environ), Progress.to_stderr()
         with (
@@ -28,6 +35,8 @@ def main() -> int:
             staged(ready, options, progress) as stage,
             Watch() as watch,
         ):
+            if options.keep:  # told also where the demonstration fails: then people want to look all the more
+                ending.callback(print, way_to(ready.cluster.kubeconfig, stage.kube.namespace))
             scenario = Scenario(stage, options, watch)
             played = scenario.play()
             watch.note("every row is there; measuring a bare restart of the same pods")
@@ -64,6 +73,14 @@ def told(counted: dict[str, Any]) -> str:
     lines += [f"PROBLEM     {problem}" for problem in counted["problems"]]
     lines.append("OK" if counted["ok"] else "NOT OK")
     return "\n".join(lines)
+
+
+def way_to(kubeconfig: Path, namespace: str) -> str:
+    """What to paste into a shell to see what is left up."""
+    return f"""\
+left up; to see it:
+  export KUBECONFIG={shlex.quote(str(kubeconfig))}
+  kubectl gym status {STACK} -n {namespace}"""
 
 
 if __name__ == "__main__":
