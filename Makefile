@@ -10,7 +10,7 @@ export PYTHONPATH := tests/kit
 .PHONY: help demo test test-vllm tiny-model check bench-operator bench-ledger faults mutants verify format image cluster down clean requirements
 
 help: ## What can be made
-	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1	\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1	\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
 
 demo: $(STAMP) $(if $(filter vllm,$(POLICY)),$(VLLM_STAMP)) ## The whole loop on a real Kubernetes: TASKS= ROLLOUTS= KILL= HOW= KILLS= DURING= POLICY= ENGINE= CLUSTER= KEEP=
 	@$(BIN)/python -m gym_kit.demo
@@ -47,7 +47,7 @@ mutants: $(STAMP) ## Does the random machine, alone, find each mutation of the p
 verify: $(STAMP) ## Generated files are fresh
 	@$(BIN)/python -m gym_operator.crds --check
 
-format: $(STAMP)
+format: $(STAMP) ## Format, and mend what the linter can
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
@@ -57,7 +57,7 @@ image: $(STAMP) ## The container image
 cluster: $(STAMP) ## A cluster to work with; `make down` removes it
 	@$(BIN)/python -m gym_kit up
 
-down: $(STAMP)
+down: $(STAMP) ## Remove the clusters that `make cluster` and `make demo` brought up
 	@$(BIN)/python -m gym_kit down
 
 requirements: ## Lock again: needs uv; hashes, no index addresses
@@ -70,7 +70,7 @@ HASHES := --quiet --generate-hashes --no-emit-index-url --no-header
 BARE := $(HASHES) --python-version 3.11
 LOCK := $(BARE) --universal
 
-clean:
+clean: ## Remove build and dist
 	rm -rf build dist
 
 $(VLLM_STAMP): requirements/vllm.txt
