@@ -47,6 +47,8 @@ class _Converter:
             raise ValueError(f"a CRD cannot hold a choice of types: {out['anyOf']}")
         if "items" in out:
             out["items"] = self.convert(out["items"])
+            if "description" in out:  # kubectl explain would put the two together
+                out["items"].pop("description", None)
         extra = out.pop("additionalProperties", None)
         if "properties" in out:
             self._convert_properties(out)

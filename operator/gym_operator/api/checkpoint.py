@@ -269,9 +269,10 @@ class CheckpointStatus(StatusModel):
     cells: Annotated[
         tuple[CheckpointCell, ...], Field(max_length=MAX_CELLS, json_schema_extra=list_map("index"))
     ] = ()
-    """Each cell's part; all are needed to succeed."""
+    """Each cell's part; all are needed to succeed. One that is published serves the recovery of its cell, whatever
+    becomes of the others."""
     blockers: Annotated[tuple[Blocker, ...], Field(max_length=MAX_BLOCKERS)] = ()
-    """What the checkpoint waits for, or failed to wait for."""
+    """What the checkpoint waits for, or failed to wait for: work at no point from which it can continue."""
     restart_count: Count = 0
     """Rollouts that this checkpoint does not continue; after a death they begin again."""
     restarts: Annotated[

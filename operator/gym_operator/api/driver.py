@@ -101,7 +101,7 @@ class Continuation(StatusModel):
     continued_count: Count = 0
     """Rollouts that go on where they were."""
     continued: Annotated[tuple[ContinuedRollout, ...], Field(max_length=MAX_ROLLOUTS)] = ()
-    """The first of them."""
+    """The first rollouts that go on where they were."""
     started_over_count: Count = 0
     """Rollouts that ran when the checkpoint was taken, and that it could not continue."""
     started_over: Annotated[tuple[Name, ...], Field(max_length=MAX_ROLLOUTS)] = ()

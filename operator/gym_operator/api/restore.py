@@ -130,7 +130,7 @@ class RestoreStatus(StatusModel):
     continued_count: Count = 0
     """Rollouts that continue from the checkpoint. Of those whose row is durable already the row stands."""
     continued: Annotated[tuple[Continued, ...], Field(max_length=MAX_CONTINUED)] = ()
-    """The first of them."""
+    """The first rollouts that continue from the checkpoint."""
     start_time: Timestamp | None = None
     """When the servers began to be replaced."""
     completion_time: Timestamp | None = None

@@ -153,7 +153,7 @@ class CellStatus(StatusModel):
     participants: Annotated[
         tuple[StackParticipant, ...], Field(max_length=MAX_PARTICIPANTS, json_schema_extra=list_map("name"))
     ] = ()
-    """The cell's processes."""
+    """The cell's processes, as they are pinned: another pod or session is a death."""
     collection: CollectionProgress | None = None
     """How far the cell's driver is."""
     drain: Drain | None = None
@@ -188,7 +188,7 @@ class StackStatus(StatusModel):
     collection: CollectionProgress | None = None
     """How far the drivers of all cells are."""
     cells: Annotated[tuple[CellStatus, ...], Field(max_length=MAX_CELLS, json_schema_extra=list_map("index"))] = ()
-    """The cells."""
+    """The cells. One that the spec no longer has is kept: were it to come back, it would continue."""
     conditions: Annotated[tuple[Condition, ...], Field(max_length=8, json_schema_extra=list_map("type"))] = ()
     """Ready, Recovering, Checkpointing, StorageReady, EngineReady, UpToDate and Stalled."""
 

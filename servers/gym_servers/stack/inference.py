@@ -51,7 +51,7 @@ class VllmSpec(WireModel):
     image: Annotated[str, StringConstraints(min_length=1, max_length=512)]
     """Image with the program vllm, such as vllm/vllm-openai:v0.32.0. For cutAtEngine it needs our package too."""
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
-    """When the image is pulled."""
+    """When the engine's image is pulled; IfNotPresent if not given."""
     model: Annotated[
         str,
         StringConstraints(max_length=512),
@@ -64,7 +64,7 @@ class VllmSpec(WireModel):
     ]
     """Further options of `vllm serve`, such as --max-model-len=8192."""
     replicas: int = Field(1, ge=1, le=64)
-    """Copies of the engine behind one address."""
+    """Copies of the engine behind one address; 1 if not given."""
     resources: ContainerResources | None = None
     """Compute resources of an engine, such as limits of nvidia.com/gpu."""
     node_selector: Annotated[
@@ -82,7 +82,7 @@ class VllmSpec(WireModel):
     cut_at_engine: bool = False
     """The image has our package: checkpoints then cut generations inside the engine, which gets the stack's control
     token and the credentials of its storage, stops what a replaced attempt left behind, and tells which weights each
-    token is of."""
+    token is of; false if not given."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -97,4 +97,4 @@ class InferenceSpec(WireModel):
     """What generates, where the stack has it run."""
 
     vllm: VllmSpec
-    """vLLM."""
+    """vLLM, as a Deployment and a Service <stack>-vllm that outlive the servers."""

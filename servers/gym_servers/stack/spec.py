@@ -373,7 +373,7 @@ class StackSpec(WireModel):
     ] = None
     """Image that all servers run. The local runner has no use for it."""
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
-    """When the image is pulled."""
+    """When the servers' image is pulled; IfNotPresent if not given."""
     image_pull_secrets: Annotated[
         list[PullSecret], Field(default_factory=list, max_length=8, json_schema_extra=list_map("name"))
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,12 @@ class TestEveryKind:
             assert node.get("additionalProperties") is not False
             assert "type" in node or "x-kubernetes-int-or-string" in node
             assert not any(key.startswith("x-gymops") for key in node)
+
+    def test_describes_a_list_once(self, kind: crds.Kind) -> None:
+        """kubectl explain puts the description of a list and that of its items together, as if they were one text."""
+        lists = [n for n in nodes(version(kind)["schema"]["openAPIV3Schema"]) if n.get("type") == "array"]
+        assert lists
+        assert [node for node in lists if ("description" in node) == ("description" in node["items"])] == []
 
     def test_bounds_every_text_list_and_map_of_its_spec(self, kind: crds.Kind) -> None:
         for node in nodes(version(kind)["schema"]["openAPIV3Schema"]["properties"]["spec"]):
@@ -98,6 +105,16 @@ class TestEveryKind:
 def stack_spec_schema() -> dict[str, Any]:
     schema: dict[str, Any] = version(crds.KINDS[0])["schema"]["openAPIV3Schema"]["properties"]["spec"]
     return schema
+
+
+def test_a_default_is_described_of_the_engine() -> None:
+    """kubectl explain does not show defaults themselves."""
+    fields = stack_spec_schema()["properties"]["inference"]["properties"]["vllm"]["properties"]
+    told = {name: field["default"] for name, field in fields.items() if "default" in field}
+    assert told == {"imagePullPolicy": "IfNotPresent", "replicas": 1, "cutAtEngine": False}
+    for name, default in told.items():
+        text = json.dumps(default).strip('"')
+        assert fields[name]["description"].endswith(f"; {text} if not given.")
 
 
 def test_the_cluster_demands_an_image_and_knows_no_directory() -> None:
