@@ -48,6 +48,7 @@ SERVED: dict[str, Any] = {
     **STACK,
     "spec": {
         **STACK["spec"],
+        "servers": [{**one, "config": {}} if one["kind"] == "model" else one for one in STACK["spec"]["servers"]],
         "inference": {
             "vllm": {
                 "image": "vllm:1",

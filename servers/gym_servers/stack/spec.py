@@ -61,6 +61,10 @@ _NO_ENGINE = (
     "where is the engine? Set inference.vllm, and the operator runs one, or config.base_url of server {name}, such "
     "as http://vllm:8000"
 )
+_TWO_ENGINES = (
+    "config.base_url of server {name} names another engine than the one of inference, which nobody would use: leave "
+    "config.base_url out, or inference"
+)
 _URI_STORAGE = "s3:// URIs of the collection need checkpoints.storage.s3, which says how to reach S3"
 _OUTPUT_S3 = "output must be an s3:// URI: what a pod writes to its own disk dies with the pod"
 _CA_SECRET = "caSecret is for an endpoint of your own: set endpoint to an address that begins with https://"
@@ -422,13 +426,14 @@ class StackSpec(WireModel):
             yield _URI_STORAGE
 
     def _inference_problems(self) -> Iterator[str]:
+        # What is said of base_url is not in the CRD: a server's config is its own, and rules cannot look into it.
         served = [server for server in self.servers if server.kind == "model" and server.server == "vllm"]
         if self.inference is None:
-            # Not in the CRD: a server's config is its own, and rules cannot look into it.
             yield from (_NO_ENGINE.format(name=s.name) for s in served if not s.config.get("base_url"))
             return
         if not served:
             yield _ENGINE_UNUSED
+        yield from (_TWO_ENGINES.format(name=server.name) for server in served if "base_url" in server.config)
         if any(server.name == ENGINE for server in self.servers):
             yield _ENGINE_NAME
         if self.inference.vllm.cut_at_engine and not self.checkpoints.enabled:

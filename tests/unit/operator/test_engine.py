@@ -157,8 +157,9 @@ def test_the_model_server_is_told_where_it_is(context: Build, spec_document: dic
     found = policy_config(context(with_vllm(spec_document)))
     assert found == {"base_url": "http://demo-vllm:8000", "model": "Qwen/Qwen3-8B"}
     assert VllmConfig.model_validate(found)
-    spec_document["servers"][1]["config"] = {"base_url": "http://other:1", "tokenizer": "t"}
-    assert policy_config(context(spec_document))["base_url"] == "http://other:1"
+    spec_document["servers"][1]["config"] = {"model": "mine", "tokenizer": "t"}
+    named = policy_config(context(spec_document))
+    assert named == {"base_url": "http://demo-vllm:8000", "model": "mine", "tokenizer": "t"}
 
 
 def test_cuts_at_the_engine_share_storage_and_token(context: Build, spec_document: dict[str, Any]) -> None:
@@ -239,6 +240,10 @@ def test_nodes_with_devices_can_be_named(built: Callable[..., dict[str, Manifest
         (lambda s: s["inference"]["vllm"].update(cutAtEngine=True, replicas=2), "cutAtEngine needs replicas: 1"),
         (lambda s: s["inference"]["vllm"].pop("image"), "image: Field required"),
         (lambda s: s.pop("inference"), "where is the engine"),
+        (
+            lambda s: s["servers"][1].update(config={"base_url": "http://llm:8000"}),
+            r"server policy .* leave config\.base_url out, or inference",
+        ),
         (
             lambda s: (
                 s["inference"]["vllm"].update(cutAtEngine=True),

@@ -84,6 +84,7 @@ def test_its_engine_is_placed_nowhere_and_takes_no_device(spec_document: dict[st
         "tolerations": [{"operator": "Exists"}],
         "nodeSelector": {"gpu": "yes"},
     }
+    spec_document["servers"][1]["config"] = {}
     found = copied(spec_document, inference={"vllm": vllm})["spec"]["inference"]["vllm"]
     assert found == {"image": "vllm:1", "model": "tiny", "claim": "models", "replicas": 1, "nodeSelector": NO_NODE}
 
