@@ -221,6 +221,8 @@ def vllm(body: dict[str, Any]) -> dict[str, Any]:
         (lambda b: vllm(b).update(args=["--port=9"]), "leave --host, --port"),
         (lambda b: vllm(b).update(args=["--api_server_count", "2"]), "leave --host, --port"),
         (lambda b: vllm(b).update(args=["-asc", "2"]), "leave --host, --port"),
+        (lambda b: vllm(b).update(args=["--port 9"]), "leave --host, --port"),
+        (lambda b: vllm(b).update(args=["--seed=1", "--max-model-len 16384"]), "such as --max-model-len=16384"),
         (lambda b: vllm(b).update(model="--trust"), "write a model's name"),
         (lambda b: vllm(b).update(replicas=2), "cutAtEngine needs replicas: 1"),
         (lambda b: vllm(b).pop("image"), "image: Required value"),

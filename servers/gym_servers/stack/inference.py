@@ -16,10 +16,15 @@ MODELS_FOLDER: Final = "/models"
 
 _OWN_OPTIONS = ("host", "port", "model", "api-server-count", "middleware", "api-key", "root-path", "ssl-keyfile")
 _SHORT = "-asc"  # vLLM's for --api-server-count
-_OWN_PATTERN = rf"^(--({'|'.join(option.replace('-', '[-_]') for option in _OWN_OPTIONS)})|{_SHORT})(=.*)?$"
+_OWN_PATTERN = rf"^(--({'|'.join(option.replace('-', '[-_]') for option in _OWN_OPTIONS)})|{_SHORT})([= ].*)?$"
 _OWN = (
     "the operator sets this option itself, or the servers rely on its default: leave --host, --port, --model, "
     "--api-server-count, --middleware, --api-key, --root-path and --ssl-keyfile out of args"
+)
+_BLANK_PATTERN = r"^-[^= \t\n]*[ \t\n]"
+_BLANK = (
+    "an item of args has a blank between an option and its value, which vLLM does not take: write an equals sign "
+    "there, such as --max-model-len=16384"
 )
 _ONE_REPLICA = (
     "cutAtEngine needs replicas: 1, because a cut is asked of one engine: give the engine more devices by args, such "
@@ -46,6 +51,7 @@ class VllmSpec(WireModel):
     model_config = with_rules(
         rule("!self.cutAtEngine || self.replicas == 1", _ONE_REPLICA),
         rule(f"!has(self.args) || !self.args.exists(a, a.matches(r'{_OWN_PATTERN}'))", _OWN),
+        rule(f"!has(self.args) || !self.args.exists(a, a.matches(r'{_BLANK_PATTERN}'))", _BLANK),
     )
 
     image: Annotated[str, StringConstraints(min_length=1, max_length=512)]
@@ -90,6 +96,8 @@ class VllmSpec(WireModel):
             raise PydanticCustomError("stack", _ONE_REPLICA)
         if any(re.fullmatch(_OWN_PATTERN, argument) for argument in self.args):
             raise PydanticCustomError("stack", _OWN)
+        if any(re.match(_BLANK_PATTERN, argument) for argument in self.args):
+            raise PydanticCustomError("stack", _BLANK)
         return self
 
 

@@ -236,6 +236,11 @@ def test_nodes_with_devices_can_be_named(built: Callable[..., dict[str, Manifest
         (lambda s: s["inference"]["vllm"].update(args=["--port=9"]), "leave --host, --port"),
         (lambda s: s["inference"]["vllm"].update(args=["--api_server_count", "2"]), "leave --host, --port"),
         (lambda s: s["inference"]["vllm"].update(args=["-asc", "2"]), "leave --host, --port"),
+        (lambda s: s["inference"]["vllm"].update(args=["--port 9"]), "leave --host, --port"),
+        (
+            lambda s: s["inference"]["vllm"].update(args=["--seed=1", "--max-model-len 16384"]),
+            "such as --max-model-len=16384",
+        ),
         (lambda s: s["inference"]["vllm"].update(model="--trust"), "write a model's name"),
         (lambda s: s["inference"]["vllm"].update(cutAtEngine=True, replicas=2), "cutAtEngine needs replicas: 1"),
         (lambda s: s["inference"]["vllm"].pop("image"), "image: Field required"),
@@ -260,6 +265,14 @@ def test_refusals_say_what_to_write(
     change(with_vllm(spec_document))
     with pytest.raises(SpecError, match=says):
         parse_spec(spec_document)
+
+
+@pytest.mark.parametrize(
+    "args", [["--max-model-len", "16384"], ["--chat-template=a b"], ["--hf-overrides", '{"a": "-b c"}'], ["-tp=2"]]
+)
+def test_blanks_in_values_of_options_are_theirs(spec_document: dict[str, Any], args: list[str]) -> None:
+    inference = parse_spec(with_vllm(spec_document, args=args)).inference
+    assert inference is not None and inference.vllm.args == args
 
 
 def test_the_example_is_a_whole_stack() -> None:
