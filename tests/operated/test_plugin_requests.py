@@ -230,7 +230,9 @@ async def test_a_name_that_is_not_there_brings_those_that_are(tmp_path: Path) ->
     async with operated(tmp_path, rows()) as rig:
         with pytest.raises(Unusable, match=r"no GymStack rigg in namespace local: there are rig$"):
             await cluster_of(rig).stack("rigg")
-        with pytest.raises(Unusable, match=r"no GymStack rig in namespace elsewhere: there is none; .* with -n"):
+        with pytest.raises(
+            Unusable, match=r"no GymStack rig in namespace elsewhere: that namespace has none; .* with -n"
+        ):
             await cluster_of(rig, "elsewhere").stack("rig")
 
 

@@ -94,7 +94,7 @@ class Cluster:
         if found is not None:
             return found
         there = sorted(body["metadata"]["name"] for body in await self.list(resource))
-        hint = f"there are {some_of(there)}" if there else "there is none; choose another namespace with -n"
+        hint = f"there are {some_of(there)}" if there else "that namespace has none; choose another with -n"
         raise Unusable(f"no {kind} {name} in namespace {self.namespace}: {hint}")
 
     @contextmanager

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from gym_operator.plugin.exits import Unusable
 from gym_operator.plugin.views.text import some_of
-from gym_operator.rules.pod_state import PodState, observe
+from gym_operator.rules.pod_state import NO_CELL, PodState, observe
 
 TAIL_OF_SEVERAL: Final = 10
 """Lines of each pod that are shown where there are several and nobody says how many."""
@@ -19,13 +19,20 @@ def chosen(pods: Iterable[Mapping[str, Any]], server: str | None, cell: int | No
     found = sorted((observe(pod) for pod in pods), key=lambda pod: (pod.cell, pod.server, pod.name))
     wanted = [pod for pod in found if server in (None, pod.server) and cell in (None, pod.cell)]
     if found and not wanted:
-        servers = sorted({pod.server for pod in found})
-        cells = sorted({str(pod.cell) for pod in found if pod.cell >= 0}, key=int)
-        raise Unusable(
-            f"no pod of this stack is of server {server or 'any'} in cell {'any' if cell is None else cell}: there "
-            f"are the servers {some_of(servers)} in the cells {some_of(cells)}"
-        )
+        raise Unusable(_none_of(found, server, cell))
     return wanted
+
+
+def _none_of(found: Sequence[PodState], server: str | None, cell: int | None) -> str:
+    # Of pods, and not of the spec: a server that it has may be without one for a moment.
+    servers = sorted({pod.server for pod in found})
+    if server is not None and server not in servers:
+        return f"no server {server} in this stack has a pod: there are {some_of(servers)}"
+    cells = sorted({pod.cell for pod in found if server in (None, pod.server) and pod.cell != NO_CELL})
+    whose = "this stack" if server is None else f"server {server}"
+    if not cells:  # the engine's
+        return f"no pod of {whose} is in a cell: leave --cell out"
+    return f"no pod of {whose} is in cell {cell}: look in {some_of([str(one) for one in cells])}"
 
 
 def options_of(pods: int, tail: int | None, since: float | None, *, previous: bool) -> dict[str, str]:
