@@ -208,7 +208,7 @@ def test_an_endpoint_that_is_not_there_is_named(tmp_path: Path) -> None:
     stack(tmp_path, CLOSED)
     keys = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
     with up(tmp_path, **keys) as process:
-        said(tmp_path, process, "the endpoint cannot be reached; check `endpoint`")
+        said(tmp_path, process, f"the endpoint {CLOSED} cannot be reached; check `endpoint`")
         assert process.poll() is None
     quiet(tmp_path)
 

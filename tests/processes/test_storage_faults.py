@@ -90,7 +90,7 @@ async def test_a_missing_bucket_is_named(s3: SeaweedFS, prefix: str) -> None:
 async def test_nobody_at_the_endpoint_is_named(s3: SeaweedFS, prefix: str) -> None:
     found = await Stack(prefix, "http://127.0.0.1:9", s3.credentials).found()
     assert found.reason is StorageProblem.UNREACHABLE
-    assert "the endpoint cannot be reached; check `endpoint`" in found.message
+    assert "the endpoint http://127.0.0.1:9 cannot be reached; check `endpoint`" in found.message
 
 
 async def test_an_endpoint_that_is_no_address_is_named(s3: SeaweedFS, prefix: str) -> None:

@@ -109,10 +109,11 @@ class S3Store:
         """Ask the server; once more where credentials were replaced meanwhile, or an answer was cut."""
         from botocore.exceptions import BotoCoreError, ClientError, IncompleteReadError, ResponseStreamingError
 
-        looked_again = False
+        looked_again, endpoint = False, self._settings.endpoint
         while True:
             try:
                 access, client = self._client()
+                endpoint = client.meta.endpoint_url  # also where the environment or the region says it
                 return ask(client)
             except ClientError as error:
                 if code_of(error.response) in STALE and not looked_again and self._source.again() != access:
@@ -124,9 +125,9 @@ class S3Store:
             except (IncompleteReadError, ResponseStreamingError) as error:
                 tries -= 1
                 if tries <= 0:
-                    raise unanswered(error, where) from error
+                    raise unanswered(error, where, endpoint) from error
             except BotoCoreError as error:
-                raise unanswered(error, where) from error
+                raise unanswered(error, where, endpoint) from error
 
     def _client(self) -> tuple[S3Access, Any]:
         """A client for the access as it is now, made when that has changed."""

@@ -5,6 +5,7 @@ Only the code of an answer is shown, never its text, which may repeat what was s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -64,15 +65,15 @@ _SILENCE: Final[Mapping[str, tuple[StorageProblem, str]]] = {
     "CredentialRetrievalError": (P.CREDENTIALS_MISSING, "the role gives no credentials; check the service account"),
     "SSLError": (
         P.CERTIFICATE_REFUSED,
-        "the endpoint's certificate is not trusted, or it speaks no TLS; give its authority in `caSecret`, and the "
-        "host name it is for",
+        "the certificate of {endpoint} is not trusted, or it speaks no TLS; give its authority in `caSecret`, and "
+        "the host name it is for",
     ),
     "InvalidRegionError": (P.REGION_WRONG, "this is no region's name; correct `region`"),
     "ParamValidationError": (P.FAILED, "such a request cannot be made; check `bucket` and `encryption`"),
-    "ReadTimeoutError": (P.SLOW, "the endpoint did not answer in time; check the storage server's load and health"),
+    "ReadTimeoutError": (P.SLOW, "{endpoint} did not answer in time; check the storage server's load and health"),
     "ConnectTimeoutError": (
         P.UNREACHABLE,
-        "the endpoint cannot be reached in time; check `endpoint` and the network",
+        "{endpoint} cannot be reached in time; check `endpoint` and the network",
     ),
     "ResponseStreamingError": (P.UNREACHABLE, "the connection was cut in the middle of an answer"),
     "IncompleteReadError": (P.UNREACHABLE, "the connection was cut in the middle of an answer"),
@@ -81,7 +82,7 @@ _SILENCE: Final[Mapping[str, tuple[StorageProblem, str]]] = {
         "the connection was cut; check the storage server and what is before it",
     ),
 }
-_UNREACHABLE: Final = (P.UNREACHABLE, "the endpoint cannot be reached; check `endpoint`")
+_UNREACHABLE: Final = (P.UNREACHABLE, "{endpoint} cannot be reached; check `endpoint`")
 
 
 def code_of(response: Mapping[str, Any]) -> str:
@@ -109,12 +110,20 @@ def refused(response: Mapping[str, Any], where: str, *, create_only: bool, encry
     return StorageError(f"{where}: {code}: {advice}", problem)
 
 
-def unanswered(error: Exception, where: str) -> StorageError:
-    """The error for a request that had no answer, by botocore's name for it."""
+def unanswered(error: Exception, where: str, endpoint: str | None) -> StorageError:
+    """The error for a request that had no answer, by botocore's name for it. `endpoint`: the address that was asked,
+    None where it came to none."""
     name = type(error).__name__
     problem, advice = _SILENCE.get(name, _UNREACHABLE)
+    advice = advice.format(endpoint="the endpoint" if endpoint is None else f"the endpoint {_shown(endpoint)}")
     told = advice if problem is P.CREDENTIALS_MISSING else f"{name}: {advice}"
     return StorageError(f"{where}: {told}", problem)
+
+
+def _shown(address: str) -> str:
+    """Scheme, host and port: what stands before an @ may be a password, also one with signs that end a host."""
+    scheme, _, rest = address.partition("://")
+    return f"{scheme}://{re.split('[/?#]', rest.rpartition('@')[2])[0]}"
 
 
 def _status(response: Mapping[str, Any]) -> int:

@@ -9,10 +9,13 @@ from urllib.parse import urlsplit
 
 import pytest
 from botocore.awsrequest import AWSPreparedRequest, AWSResponse
+from botocore.exceptions import EndpointConnectionError
 from botocore.httpsession import URLLib3Session
 
 from gym_servers.stack.settings import S3Settings
+from gym_servers.storage import s3
 from gym_servers.storage.s3 import S3Credentials, S3Store
+from gym_servers.storage.store import StorageError
 
 ENDPOINT = "http://minio.storage:9000"
 ENVIRONMENT = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_CONFIG_FILE")
@@ -102,3 +105,31 @@ def test_s3_region_and_addressing_are_as_set_and_else_as_the_server_knows_them(
         assert where.hostname == host
         assert where.path == path or "list-type" in where.query
         assert f"/{settings.get('region', 'us-east-1')}/s3/" in str(request.headers["Authorization"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "variables", "named"),
+    [
+        ({"endpoint": ENDPOINT}, {}, ENDPOINT),
+        ({"region": "eu-west-1"}, {}, "https://s3.eu-west-1.amazonaws.com"),
+        ({}, {"AWS_ENDPOINT_URL_S3": "http://me:hidden@elsewhere:9000"}, "http://elsewhere:9000"),
+    ],
+)
+def test_the_address_that_was_asked_is_named_where_nobody_answers(
+    asked: list[AWSPreparedRequest],
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, str],
+    variables: dict[str, str],
+    named: str,
+) -> None:
+    def send(_: URLLib3Session, request: AWSPreparedRequest) -> AWSResponse:
+        raise EndpointConnectionError(endpoint_url=request.url)
+
+    monkeypatch.setattr(URLLib3Session, "send", send)
+    monkeypatch.setattr(s3, "REQUEST_TRIES", 1)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(StorageError) as error:
+        use(**settings)
+    assert f"the endpoint {named} cannot be reached; check `endpoint`" in str(error.value)
+    assert "hidden" not in str(error.value)

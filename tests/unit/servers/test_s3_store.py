@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import boto3.session
@@ -23,6 +24,8 @@ SLOW = ReadTimeoutError(endpoint_url="http://s3", error="timed out")
 
 class Client:
     """Answers every request, but `failures` come while a body is read."""
+
+    meta = SimpleNamespace(endpoint_url="http://s3:9000")
 
     def __init__(self, failures: list[Exception]) -> None:
         self.failures = failures

@@ -196,9 +196,28 @@ def test_silence_of_an_unknown_kind_is_an_endpoint_that_cannot_be_reached() -> N
     class ProxyConnectionError(Exception):
         pass
 
-    error = unanswered(ProxyConnectionError("http://user:password@proxy"), "s3://b/k")
+    error = unanswered(ProxyConnectionError("http://user:password@proxy"), "s3://b/k", None)
     assert error.problem is P.UNREACHABLE
     assert "password" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("EndpointConnectionError", "the endpoint https://s3:9000 cannot be reached; check `endpoint`"),
+        ("ConnectTimeoutError", "the endpoint https://s3:9000 cannot be reached in time; check `endpoint`"),
+        ("ReadTimeoutError", "the endpoint https://s3:9000 did not answer in time"),
+        ("SSLError", "the certificate of the endpoint https://s3:9000 is not trusted"),
+    ],
+)
+@pytest.mark.parametrize(
+    "address",
+    ["https://s3:9000", "https://user:pass@s3:9000/", "https://u:pa@ss@s3:9000", "https://u:pa?s/s#@s3:9000?pass"],
+)
+def test_an_endpoint_that_does_not_answer_is_named_without_its_password(name: str, says: str, address: str) -> None:
+    error = str(unanswered(type(name, (Exception,), {})(), "s3://b/k", address))
+    assert says in error
+    assert "pa" not in error
 
 
 # ---- access out of files ------------------------------------------------------------------------------------
