@@ -15,17 +15,18 @@ from gym_servers.stack.settings import S3Settings
 from gym_servers.storage.s3 import S3Credentials, S3Store
 from gym_servers.storage.store import StorageError
 
+ENDPOINT = "http://s3"
 CUT = {
     "in the middle": ResponseStreamingError(error="connection broken"),
     "short": IncompleteReadError(actual_bytes=3, expected_bytes=5),
 }
-SLOW = ReadTimeoutError(endpoint_url="http://s3", error="timed out")
+SLOW = ReadTimeoutError(endpoint_url=ENDPOINT, error="timed out")
 
 
 class Client:
     """Answers every request, but `failures` come while a body is read."""
 
-    meta = SimpleNamespace(endpoint_url="http://s3:9000")
+    meta = SimpleNamespace(endpoint_url=ENDPOINT)
 
     def __init__(self, failures: list[Exception]) -> None:
         self.failures = failures
@@ -63,7 +64,7 @@ def test_many_stores_share_one_description_of_the_service() -> None:
 
 
 def store() -> S3Store:
-    return S3Store(S3Settings(bucket="bucket", endpoint="http://s3"), "prefix")
+    return S3Store(S3Settings(bucket="bucket", endpoint=ENDPOINT), "prefix")
 
 
 @pytest.mark.parametrize("how", CUT)
@@ -79,7 +80,7 @@ def test_a_body_that_never_comes_whole_is_an_error_of_the_storage(client: Client
     with pytest.raises(StorageError, match=f"s3://bucket/prefix/key: {type(error).__name__}: the ") as failed:
         store().get("key")
     assert client.asked <= 5
-    assert "http" not in str(failed.value)
+    assert "http" not in str(failed.value).replace(f"the endpoint {ENDPOINT} did", "")
 
 
 @pytest.mark.parametrize("how", CUT)
