@@ -29,6 +29,8 @@ from aiohttp import web
 
 HOP_BY_HOP: Final = {"connection", "keep-alive", "transfer-encoding", "content-length", "content-encoding", "host"}
 LARGEST: Final = 64 * 1024 * 1024
+ACCEPTED_TURNS: Final = 4
+"""Of the loop, until a connection that was just accepted is one that the server knows, and ends."""
 T = TypeVar("T")
 
 
@@ -74,6 +76,7 @@ class ApiProxy:
         self._healed = asyncio.Event()
         self._open: dict[int, web.Request] = {}
         self._watches: dict[web.StreamResponse, asyncio.Event] = {}
+        self._asking: set[asyncio.Future[aiohttp.ClientResponse]] = set()
         self._loop = asyncio.new_event_loop()
         self._exit = ExitStack()
 
@@ -148,7 +151,7 @@ class ApiProxy:
         names = (str(self.kubeconfig.with_name(f"client-{part}-data")) for part in ("certificate", "key"))
         trust.load_cert_chain(*names)
         self._server = cluster["server"]
-        connector = aiohttp.TCPConnector(ssl=trust, limit=0)
+        connector = aiohttp.TCPConnector(ssl=trust, limit=0, enable_cleanup_closed=True)
         self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
         application = web.Application(client_max_size=LARGEST)
         application.router.add_route("*", "/{path:.*}", self._answer)
@@ -162,7 +165,12 @@ class ApiProxy:
     async def _stop(self, runner: web.AppRunner) -> None:
         await self._set(None)
         await self._set(Fault.AWAY)  # who is connected still has nothing to wait for
+        for site in list(runner.sites):
+            await site.stop()
+        for _ in range(ACCEPTED_TURNS):
+            await asyncio.sleep(0)
         await runner.cleanup()
+        await asyncio.gather(*self._asking, return_exceptions=True)
         await self._session.close()
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
@@ -189,7 +197,7 @@ class ApiProxy:
         headers = {name: value for name, value in request.headers.items() if name.lower() not in HOP_BY_HOP}
         headers["Accept-Encoding"] = "identity"
         url = f"{self._server}{request.path_qs}"
-        async with self._session.request(request.method, url, data=body or None, headers=headers) as found:
+        async with await self._ask(request.method, url, data=body or None, headers=headers) as found:
             kept = {name: value for name, value in found.headers.items() if name.lower() not in HOP_BY_HOP}
             if not watch:
                 return await self._whole(await found.read(), found.status, kept)
@@ -197,6 +205,17 @@ class ApiProxy:
             await answer.prepare(request)
             await self._deliver(found, answer)
             return answer
+
+    async def _ask(self, method: str, url: str, **options: Any) -> aiohttp.ClientResponse:
+        """Who is cancelled while a connection is made leaves its socket open (asyncio's TLS): nobody is."""
+        asking = asyncio.ensure_future(self._session.request(method, url, **options))
+        self._asking.add(asking)
+        asking.add_done_callback(self._asking.discard)
+        try:
+            return await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            asking.add_done_callback(_let_go)
+            raise
 
     async def _whole(self, data: bytes, status: int, headers: dict[str, str]) -> web.Response:
         while self._fault is Fault.HUNG:
@@ -227,3 +246,9 @@ class ApiProxy:
         thread.join(10)
         with suppress(RuntimeError):
             self._loop.close()
+
+
+def _let_go(asked: asyncio.Future[aiohttp.ClientResponse]) -> None:
+    """Of an answer that nobody waits for any more."""
+    if not asked.cancelled() and asked.exception() is None:
+        asked.result().close()
