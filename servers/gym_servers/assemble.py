@@ -259,46 +259,43 @@ def _collection(settings: ServerSettings, gate: Gate, peers: Peers, _: _Secrets)
     from gym_servers.collection.driver import EnvironmentRun
     from gym_servers.collection.output import BucketOutput, DirectoryOutput
     from gym_servers.collection.shares import Shares
-    from gym_servers.collection.tasks import TasksError, load_tasks, rollouts
-    from gym_servers.participants.collection import Assignment, CollectionParticipant, Output
+    from gym_servers.collection.tasks import load_tasks, rollouts
+    from gym_servers.participants.collection import Alone, Assignment, CollectionParticipant, Job, Output, Rollout
     from gym_servers.stack.cells import counted_in
     from gym_servers.storage.cells import reserve_attempt
-    from gym_servers.storage.store import StorageError
 
-    job = settings.collection
-    if job is None:
+    wanted = settings.collection
+    if wanted is None:
         raise SettingsError("a collection needs `collection.tasks` and `collection.output`")
-    problem = ""
-    try:
-        todo = rollouts(load_tasks(job.tasks, settings.storage.s3), job.repeats)
-    except (TasksError, StorageError) as error:
-        # The process stays up and says so: a crash loop would show the reason to nobody.
-        todo, problem = [], str(error)
-    store = open_store(job.output, settings.storage.s3)
-    output: Output = BucketOutput(store, todo)
-    if not job.output.startswith("s3://") and not settings.cells_file:
-        output = DirectoryOutput(Path(job.output.removeprefix("file://")), todo)
+    store = open_store(wanted.output, settings.storage.s3)
     owner = uuid.uuid4().hex
 
     def unused(index: int) -> int:
         root = _cell_root(settings, index)
         return reserve_attempt(root, 0, owner) if root is not None else 0
 
-    assignment: Assignment | None = None
-    if settings.cells_file:
+    def output(todo: list[Rollout]) -> Output:
+        if wanted.output.startswith("s3://") or settings.cells_file:
+            return BucketOutput(store, todo)
+        return DirectoryOutput(Path(wanted.output.removeprefix("file://")), todo)
+
+    def assignment(todo: list[Rollout]) -> Assignment:
+        if not settings.cells_file:
+            return Alone()
         count = counted_in(Path(settings.cells_file))
-        assignment = Shares(store, settings.stack.uid, todo, settings.cell, count, unused)
+        return Shares(store, settings.stack.uid, todo, settings.cell, count, unused)
+
+    async def find() -> Job:
+        todo = rollouts(await asyncio.to_thread(load_tasks, wanted.tasks, settings.storage.s3), wanted.repeats)
+        return Job(todo, output(todo), assignment(todo))
 
     participant = CollectionParticipant(
         gate,
-        todo,
-        output,
+        find,
         EnvironmentRun(peers, peers.only("environment")),
         _attempts(settings, owner),
-        concurrency=job.concurrency,
-        max_failures=job.max_failures,
-        problem=problem,
-        assignment=assignment,
+        concurrency=wanted.concurrency,
+        max_failures=wanted.max_failures,
     )
     app = base_app("collection", lambda: gate.is_open or gate.checkpoint_open)
     return participant, app, participant.drive

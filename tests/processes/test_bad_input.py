@@ -149,7 +149,7 @@ def ended(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, check=False)
 
 
-def test_a_tasks_file_that_cannot_be_used_is_named_by_line(tmp_path: Path) -> None:
+def test_a_tasks_file_that_cannot_be_used_is_named_by_line_and_read_when_it_is_put_right(tmp_path: Path) -> None:
     stack(tmp_path, None)
     with (tmp_path / "tasks.jsonl").open("a") as file:
         file.write('{"responses_create_params": \n')
@@ -157,6 +157,8 @@ def test_a_tasks_file_that_cannot_be_used_is_named_by_line(tmp_path: Path) -> No
         line = said(tmp_path, process, "tasks.jsonl line 3 is not JSON")
         assert "Problem: collection:" in line
         assert process.poll() is None
+        (tmp_path / "tasks.jsonl").write_text(json.dumps(counter_rows(1, 1)[0]) + "\n")
+        eventually(lambda: any(tmp_path.rglob("rollouts_materialized_inputs.jsonl")))  # it has begun
     quiet(tmp_path)
 
 

@@ -18,7 +18,7 @@ from gym_servers.capture.tokens import Span
 from gym_servers.participants.agent import AgentParticipant
 from gym_servers.participants.agent_state import Activation
 from gym_servers.participants.base import Participant, Scope
-from gym_servers.participants.collection import CollectionParticipant, Rollout, RunResult
+from gym_servers.participants.collection import CollectionParticipant, Job, Rollout, RunResult
 from gym_servers.participants.environment import EnvironmentParticipant, Live, Unclaimed
 from gym_servers.participants.gate import Gate
 from gym_servers.participants.model import ModelParticipant
@@ -296,8 +296,11 @@ async def test_c8_a_rollout_is_durable_or_in_the_drivers_record_or_sent_after_th
     async def persist(_: int) -> None:
         return None
 
+    async def find() -> Job:
+        return Job(rollouts, rows)
+
     rows = Rows()
-    driver = CollectionParticipant(Gate(clock=now), rollouts, rows, run, persist, concurrency=1, max_failures=1)
+    driver = CollectionParticipant(Gate(clock=now), find, run, persist, concurrency=1, max_failures=1)
     start(driver)
     cut = Cut(driver, moment, answer.set)
     driving = asyncio.create_task(driver.drive())

@@ -20,9 +20,11 @@ from gym_servers.participants.base import Scope
 from gym_servers.participants.collection import (
     RECORD,
     CollectionParticipant,
+    Job,
     NotAnswered,
     Rollout,
     RunResult,
+    TasksError,
 )
 from gym_servers.participants.gate import Gate
 from gym_servers.protocol.errors import ProtocolError
@@ -37,9 +39,16 @@ class Driver:
     """A collection of `count` rollouts whose environment answers when a test says so."""
 
     def __init__(
-        self, folder: Path, count: int = 2, *, started: bool = True, bucket: bool = False, **options: Any
+        self,
+        folder: Path,
+        count: int = 2,
+        *,
+        started: bool = True,
+        bucket: bool = False,
+        unreadable: Exception | None = None,
+        **options: Any,
     ) -> None:
-        self.folder = folder
+        self.folder, self.unreadable = folder, unreadable
         self.rollouts = [Rollout(f"{n}-0", {"n": n}, n, 0) for n in range(count)]
         self.output: Any = (
             BucketOutput(DirectoryStore(folder), self.rollouts) if bucket else DirectoryOutput(folder, self.rollouts)
@@ -49,8 +58,7 @@ class Driver:
         self.answers: dict[str, asyncio.Queue[Answer]] = {}
         self.participant = CollectionParticipant(
             Gate(clock=now),
-            self.rollouts,
-            self.output,
+            self._find,
             self._run,
             self._persist,
             **{"concurrency": 8, "max_failures": 3, **options},
@@ -58,6 +66,11 @@ class Driver:
         if started:
             start(self.participant)
         self.driving = asyncio.ensure_future(self.participant.drive())
+
+    async def _find(self) -> Job:
+        if self.unreadable is not None:
+            raise self.unreadable
+        return Job(self.rollouts, self.output)
 
     async def _run(self, episode: Episode, rollout: Rollout) -> RunResult:
         self.sent.append(episode.key)
@@ -121,6 +134,23 @@ async def test_every_rollout_gets_one_row_and_the_files_say_so(tmp_path: Path) -
     assert driver.participant.to_forget() == ["0-0", "1-0", "2-0"]
     driver.participant.forget(["0-0", "1-0"])
     assert driver.participant.to_forget() == ["2-0"]
+
+
+@pytest.mark.parametrize("error", [TasksError("tasks.jsonl line 3 is not JSON"), StorageError("no tasks.jsonl")])
+async def test_tasks_that_are_not_there_yet_are_read_again_until_they_are(
+    tmp_path: Path, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = Driver(tmp_path, 1, unreadable=error)
+    await asyncio.sleep(100)
+    assert (driver.participant.problem, driver.participant.problem_reason) == (str(error), "TasksInvalid")
+    assert caplog.messages == [str(error)], "once, however often they are read"
+    assert driver.participant.progress() == {"expected": 0, "rows": 0, "failed": 0, "ended": 0, "complete": 0}
+    driver.unreadable = None
+    await driver.begun()
+    assert (driver.participant.problem, driver.participant.progress()["expected"]) == ("", 1)
+    driver.answer("0-0")
+    await driver.driving
+    assert driver.participant.progress()["complete"]
 
 
 async def test_concurrency_is_bounded(tmp_path: Path) -> None:
@@ -229,7 +259,7 @@ async def test_an_output_that_is_away_is_waited_for_and_named(
     driver.answer("0-0", RunResult(None, {"failure_reason": "no"}))
     driver.answer("0-0-a1")
     await asyncio.sleep(100)
-    assert driver.participant.problem == "the disk is full"
+    assert (driver.participant.problem, driver.participant.problem_reason) == ("the disk is full", "OutputFailing")
     assert not driver.driving.done()
     away = False
     await driver.driving
@@ -249,6 +279,7 @@ async def test_an_end_that_nobody_expected_is_told_as_a_problem(
     with pytest.raises(RuntimeError):
         await driver.driving
     assert "RuntimeError: no such column" in driver.participant.problem
+    assert driver.participant.problem_reason == "CollectionFailed"
     assert not driver.participant.progress()["ended"]
 
 
@@ -467,10 +498,23 @@ async def test_a_restored_episode_of_a_task_that_is_not_there_any_more_is_retire
 
 
 async def test_tasks_that_cannot_be_read_cost_no_restored_work(tmp_path: Path) -> None:
-    driver = Driver(tmp_path / "second", 0, started=False)
+    driver = Driver(tmp_path / "second", 2, started=False, unreadable=TasksError("there are none"))
     restore(driver.participant, await crashed(tmp_path), "0-0")
-    assert driver.participant.to_retire() == []
-    await driver.driving
+    resume(driver.participant, "restore")
+    await asyncio.sleep(100)
+    assert (driver.participant.to_retire(), driver.participant.to_forget()) == ([], [])
+    driver.unreadable = None
+    await driver.begun(2)
+    assert driver.sent == ["0-0-a1", "1-0-a1"], "what was restored goes on, first"
+    driver.stop()
+
+
+async def test_what_is_retired_before_the_tasks_are_read_is_not_forgotten_if_it_is_among_them(tmp_path: Path) -> None:
+    driver = Driver(tmp_path / "second", 2, started=False, unreadable=TasksError("there are none"))
+    restore(driver.participant, await crashed(tmp_path), "0-0")
+    await driver.participant.retire([Episode("0-0", 1)])
+    assert driver.participant.to_forget() == []
+    driver.stop()
 
 
 async def test_what_was_over_before_a_restore_is_forgotten_until_nothing_of_it_is_to_be_retired(

@@ -15,7 +15,7 @@ from gym_rig.verbs import restore, resume, start
 from gym_rig.virtual import now
 from gym_servers.collection.output import BucketOutput
 from gym_servers.collection.shares import SHARES, Claim, Shares
-from gym_servers.participants.collection import RECORD, CollectionParticipant, Rollout, RunResult
+from gym_servers.participants.collection import RECORD, CollectionParticipant, Job, Rollout, RunResult
 from gym_servers.participants.gate import Gate
 from gym_servers.participants.records import to_bytes
 from gym_servers.protocol.errors import ProtocolError
@@ -85,16 +85,18 @@ class Driver:
         self.sent: list[Episode] = []
         self.participant = CollectionParticipant(
             Gate(clock=now),
-            stack.rollouts,
-            BucketOutput(stack.store, stack.rollouts),
+            self._find,
             self._run,
             self._persist,
-            assignment=stack.shares(cell),
             **{"concurrency": 8, "max_failures": 3, **options},
         )
         if open:
             start(self.participant)
         self.driving = asyncio.ensure_future(self.participant.drive())
+
+    async def _find(self) -> Job:
+        output = BucketOutput(self.stack.store, self.stack.rollouts)
+        return Job(self.stack.rollouts, output, self.stack.shares(self.cell))
 
     async def _run(self, episode: Episode, rollout: Rollout) -> RunResult:
         self.sent.append(episode)

@@ -23,11 +23,8 @@ from gym_operator.rules.drain import Drain
 from gym_operator.rules.observed import CellSeen, Observed
 from gym_operator.rules.pod_state import pod_uid
 from gym_servers.coordination.record import Hold, Recovery, Restarted, Stage
+from gym_servers.protocol.messages import ProblemReason
 from gym_servers.stack.spec import Participant
-
-_PROBLEM_REASONS: Final = {"collection": "TasksInvalid"}
-"""What a participant's problem is called; the driver has only its tasks to be unhappy with."""
-
 
 _HELD: Final = {
     Hold.CODE: (
@@ -150,12 +147,16 @@ def cell_progress(before: CellStatus | None, cell: CellSeen, seen: Observed) -> 
 
 def problems(cell: CellSeen, seen: Observed) -> list[tuple[str, str]]:
     """What keeps participants from their work: (reason, message)."""
-    kinds = {each.name: each.kind for each in seen.participants}
     return [
-        (_PROBLEM_REASONS.get(kinds.get(name, ""), "ServerProblem"), f"{name}: {status.problem}")
+        (_reason(status.problem_reason), f"{name}: {status.problem}")
         for name, status in sorted(cell.statuses.items())
         if status.problem
     ]
+
+
+def _reason(said: str) -> str:
+    """A word of ours, whatever a participant says: conditions take no other."""
+    return said if said in set(ProblemReason) else ProblemReason.SERVER_PROBLEM
 
 
 def _plain(cell: CellSeen, seen: Observed) -> Verdict:

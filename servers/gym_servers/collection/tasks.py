@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from gym_servers.participants.collection import Rollout
+from gym_servers.participants.collection import Rollout, TasksError
 from gym_servers.protocol.strict_json import read_json
 from gym_servers.stack.settings import S3Settings
 from gym_servers.storage.locate import open_store
-
-
-class TasksError(ValueError):
-    """The tasks cannot be used; the message names the line and what to correct."""
 
 
 def load_tasks(uri: str, s3: S3Settings | None) -> list[dict[str, Any]]:

@@ -425,6 +425,7 @@ class ControlPlane:
             progress=self.participant.progress(),
             generations=self.participant.generations(),
             problem=self.participant.problem,
+            problem_reason=self.participant.problem_reason,
             code=_code(self.author.code),
         )
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from gym_servers.collection.tasks import TasksError, load_tasks
+from gym_servers.collection.tasks import load_tasks
 from gym_servers.coordination.cell_host import View
 from gym_servers.coordination.record import CellRecord, Stage
 from gym_servers.engine.rows import counter_rows
@@ -22,6 +22,7 @@ from gym_servers.local.children import start
 from gym_servers.local.processes import Announce
 from gym_servers.local.runner import Runner, running
 from gym_servers.local.stack import free_ports, local_stack
+from gym_servers.participants.collection import TasksError
 from gym_servers.proof.account import Account, account
 from gym_servers.proof.history import Cut, read_cut, sort_journal
 from gym_servers.protocol.errors import ProtocolError

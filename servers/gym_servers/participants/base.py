@@ -10,7 +10,7 @@ from typing import Any
 from gym_servers.participants.gate import Gate
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.identity import Episode, highest, next_attempt, parse_key
-from gym_servers.protocol.messages import Blocker, Origin
+from gym_servers.protocol.messages import Blocker, Origin, ProblemReason
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,7 @@ class Participant(abc.ABC):
 
     kind: str
     problem: str = ""  # what keeps this process from its work, for people; empty where nothing does
+    problem_reason = ProblemReason.SERVER_PROBLEM
     origin: Origin | None = None  # what is restored here, where the coordinator said so
     lost: frozenset[str] = frozenset()  # capture keys that the last export found to be restarts, after all
 

@@ -12,7 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -21,12 +21,14 @@ from gym_servers.participants.gate import Gate
 from gym_servers.participants.records import encoded, from_bytes, reading
 from gym_servers.protocol.errors import ProtocolError
 from gym_servers.protocol.identity import Episode, next_attempt
+from gym_servers.protocol.messages import ProblemReason
 from gym_servers.storage.store import ObjectConflict, StorageError
 
 log = logging.getLogger("gym_servers")
 
 RETRY_SECONDS = 0.5  # between tries of a `/run` that was not admitted or whose environment did not answer
 OUTPUT_RETRY_SECONDS = 1.0
+TASKS_RETRY_SECONDS = 10.0
 BUSY_LOOK_SECONDS = 30.0  # between looks at who has which rollouts, while there is work
 IDLE_LOOK_SECONDS = 5.0  # the same while there is none
 RECORD = "driver"
@@ -54,6 +56,10 @@ class RunResult:
 
 class NotAnswered(Exception):
     """The environment gave no answer yet; the same episode is sent again: it runs once."""
+
+
+class TasksError(ValueError):
+    """The tasks cannot be used; the message names the line and what to correct."""
 
 
 class Output(Protocol):
@@ -158,13 +164,24 @@ class Alone:
         pass
 
 
+@dataclass(frozen=True)
+class Job:
+    """What is to be collected, where its rows go, and which of it is this driver's."""
+
+    rollouts: Sequence[Rollout]
+    output: Output
+    assignment: Assignment = field(default_factory=Alone)
+
+
+FindJob = Callable[[], Awaitable[Job]]
 Run = Callable[[Episode, Rollout], Awaitable[RunResult]]
 PersistAttempt = Callable[[int], Awaitable[None]]
 
 
 class CollectionParticipant(Participant):
-    """Drives those of `rollouts` that are its own, with bounded concurrency.
+    """Drives those rollouts of a job that are its own, with bounded concurrency.
 
+    `find` reads the job; it raises TasksError and StorageError while there is none that can be used.
     `run` sends one `/run`; it raises ProtocolError for a refusal and NotAnswered where no answer came.
     `persist_attempt` makes an attempt number durable before work starts under it.
     """
@@ -174,22 +191,20 @@ class CollectionParticipant(Participant):
     def __init__(
         self,
         gate: Gate,
-        rollouts: Sequence[Rollout],
-        output: Output,
+        find: FindJob,
         run: Run,
         persist_attempt: PersistAttempt,
         *,
         concurrency: int,
         max_failures: int,
-        problem: str = "",
-        assignment: Assignment | None = None,
     ) -> None:
         super().__init__(gate)
-        self._rollouts = {rollout.id: rollout for rollout in rollouts}
-        self._output, self._run, self._persist = output, run, persist_attempt
+        self._find, self._run, self._persist = find, run, persist_attempt
         self._concurrency, self._max_failures = concurrency, max_failures
-        self._assignment: Assignment = assignment or Alone()
-        self._expected = set(self._rollouts)
+        self._rollouts: dict[str, Rollout] = {}  # none until the job is found
+        self._output: Output  # the job's
+        self._assignment: Assignment = Alone()
+        self._expected: set[str] = set()
         self._queue: deque[Rollout] = deque()
         self._collecting: set[str] = set()
         self._claiming = asyncio.Lock()
@@ -201,7 +216,6 @@ class CollectionParticipant(Participant):
         self._owned: set[int] = set()  # attempt numbers that this driver has used up
         self._forgettable: set[str] = set()
         self._finished = False
-        self.problem = problem
 
     async def load(self) -> None:
         """Look at what the output holds already, and at what is ours, so that a restored episode with a row, or one
@@ -233,28 +247,50 @@ class CollectionParticipant(Participant):
             except ObjectConflict:
                 raise  # an answer, not an outage
             except StorageError as error:
-                self.problem, waited = str(error), True
+                waited = True
+                self._tell(ProblemReason.OUTPUT_FAILING, str(error))
                 await asyncio.sleep(OUTPUT_RETRY_SECONDS)
             else:
                 if waited:  # else the problem is somebody else's
-                    self.problem = ""
+                    self._tell()
                 return result
+
+    def _tell(self, reason: ProblemReason = ProblemReason.SERVER_PROBLEM, problem: str = "") -> None:
+        """What keeps us from our work; nothing does, without it."""
+        if problem and problem != self.problem:
+            log.warning("%s", problem)
+        self.problem, self.problem_reason = problem, reason
 
     # ---- driving ------------------------------------------------------------------------------------------
 
     async def drive(self) -> None:
         """Send every rollout of ours that has no row, continued ones first, until all of all drivers are done or have
         failed."""
-        if not self._rollouts:
-            return
         try:
+            await self._begin()
             await self._drive()
         except Exception as error:
             first = error
             while isinstance(first, ExceptionGroup):
                 first = first.exceptions[0]  # the others were ended for it
-            self.problem = f"the collection ended by an error: {type(first).__name__}: {first}"
+            ended = f"the collection ended by an error: {type(first).__name__}: {first}"
+            self._tell(ProblemReason.COLLECTION_FAILED, ended)
             raise
+
+    async def _begin(self) -> None:
+        """Read the job, again and again: the tasks may be put there, or put right, later."""
+        while True:
+            try:
+                job = await self._find()
+            except (TasksError, StorageError) as error:
+                self._tell(ProblemReason.TASKS_INVALID, str(error))
+                await asyncio.sleep(TASKS_RETRY_SECONDS)
+            else:
+                break
+        self._tell()
+        self._output, self._assignment = job.output, job.assignment
+        self._rollouts = {rollout.id: rollout for rollout in job.rollouts}
+        self._expected = set(self._rollouts)
 
     async def _drive(self) -> None:
         await self.load()
@@ -472,14 +508,14 @@ class CollectionParticipant(Participant):
         for episode in episodes:
             if self._continued.get(episode.rollout_id) == episode:
                 del self._continued[episode.rollout_id]
-                if episode.rollout_id not in self._rollouts:
+                if self._rollouts and episode.rollout_id not in self._rollouts:
                     self._forgettable.add(episode.rollout_id)
 
     def to_retire(self) -> list[str]:
         """Restored episodes that are not going to be sent: the output was ahead of the checkpoint and has their row,
         there are no such tasks any more, or they are another driver's by now."""
         if not self._rollouts:
-            return []  # the tasks could not be read, which may be mended
+            return []  # the job is not found yet: they may be in it
         lost, rollouts = self._assignment.lost, self._rollouts
         return [
             e.key for r, e in self._continued.items() if r not in rollouts or self._is_over(r) or lost(rollouts[r])

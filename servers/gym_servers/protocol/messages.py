@@ -7,6 +7,7 @@ extend the partial-rollout control API of NeMo Gym have defaults, so that a fore
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
@@ -17,6 +18,15 @@ MAX_BLOCKERS = 100
 CheckpointId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 CaptureKey = Annotated[str, StringConstraints(min_length=1, max_length=240)]
 RolloutId = Annotated[str, StringConstraints(min_length=1, max_length=200)]
+
+
+class ProblemReason(StrEnum):
+    """What keeps a process from its work, in a word for programs."""
+
+    TASKS_INVALID = "TasksInvalid"
+    OUTPUT_FAILING = "OutputFailing"
+    COLLECTION_FAILED = "CollectionFailed"
+    SERVER_PROBLEM = "ServerProblem"
 
 
 class Answer(BaseModel):
@@ -155,6 +165,7 @@ class Status(Answer):
     progress: dict[str, int] = {}  # (+) collection: expected, rows, failed, ended, complete
     generations: dict[str, int] = {}  # (+) model: what was cut, continued, and generated anew, by reason
     problem: str = ""  # (+) what keeps the process from its work, for people
+    problem_reason: str = "ServerProblem"  # (+) a word for it: a ProblemReason
     code: Code | None = None  # (+) what would read records here
 
 

@@ -187,9 +187,18 @@ def test_a_problem_of_the_spec_is_stalled_and_says_what_to_change() -> None:
 
 
 def test_a_participants_problem_is_the_stacks() -> None:
-    statuses = {"env": said("env"), "collection": said("collection", problem="tasks.jsonl does not exist")}
+    statuses = {
+        "env": said("env"),
+        "collection": said("collection", problem="no such file", problem_reason="TasksInvalid"),
+    }
     _, condition = look(seen(cell(CellRecord(stage=Stage.RUNNING), statuses=statuses)))
-    assert condition("Ready") == "False TasksInvalid: collection: tasks.jsonl does not exist"
+    assert condition("Ready") == "False TasksInvalid: collection: no such file"
+
+
+def test_a_problem_of_a_kind_that_is_not_known_is_a_servers() -> None:
+    """Conditions take single words: no participant may spoil a status by another."""
+    other = cell(RUNNING, statuses={"env": said("env", problem="it is ill", problem_reason="a b")})
+    assert warnings(seen(other)) == [("ServerProblem", "env: it is ill")]
 
 
 def test_progress_and_its_end() -> None:
@@ -302,9 +311,11 @@ def test_the_drivers_counts_add_up_and_all_have_to_be_complete() -> None:
 
 
 def test_a_problem_says_whose_it_is() -> None:
-    bad = cell(RUNNING, statuses={"collection": said("collection", problem="no bucket")})
-    assert warnings(seen(RUNNING, replace(bad, index=1))) == [("TasksInvalid", "cell 1: collection: no bucket")]
-    assert warnings(seen(bad)) == [("TasksInvalid", "collection: no bucket")]
+    bad = cell(
+        RUNNING, statuses={"collection": said("collection", problem="no bucket", problem_reason="OutputFailing")}
+    )
+    assert warnings(seen(RUNNING, replace(bad, index=1))) == [("OutputFailing", "cell 1: collection: no bucket")]
+    assert warnings(seen(bad)) == [("OutputFailing", "collection: no bucket")]
 
 
 def test_a_cell_that_is_taken_away_counts_no_more_and_is_remembered() -> None:

@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gym_rig.manifests import STACK
-from gym_servers.collection.tasks import TasksError, load_tasks, parse_tasks, rollouts
+from gym_servers.collection.tasks import load_tasks, parse_tasks, rollouts
 from gym_servers.coordination.cell_host import CellSettings
 from gym_servers.coordination.client import ParticipantClient
 from gym_servers.local.stack import local_stack, read_manifest
+from gym_servers.participants.collection import TasksError
 from gym_servers.registry import check_server, load_class
 from gym_servers.stack.durations import parse_duration
 from gym_servers.stack.settings import S3Settings, ServerSettings, SettingsError, load_settings, read_secret

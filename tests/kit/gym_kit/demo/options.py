@@ -9,7 +9,8 @@ from typing import Literal, cast, get_args
 
 from gym_kit.cluster import Choice
 from gym_kit.errors import KitError
-from gym_servers.collection.tasks import TasksError, parse_tasks
+from gym_servers.collection.tasks import parse_tasks
+from gym_servers.participants.collection import TasksError
 
 How = Literal["force", "delete", "upgrade"]
 Kill = Literal["agent", "environment", "model", "resources", "collection", "all", "operator"]
