@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gym_kit import image
+from gym_kit import image, kept
 from gym_kit.cluster import Cluster, ensure, find, kind
 from gym_kit.cluster.local import provider as local
 from gym_kit.cluster.local.build import build_kubernetes
@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     up = add("up", _up, "bring a cluster up, or find the one that is")
     up.add_argument("--cluster", choices=("auto", "kind", "local", "current"), default="auto")
     up.add_argument("--kubeconfig", type=Path, help="of a given cluster (default: the variable KUBECONFIG)")
-    add("down", _down, "remove the clusters this kit brought up")
+    add("down", _down, "remove the clusters this kit brought up, and the S3 servers it left up")
     add("status", _status, "show the cluster this kit brought up")
     build = add("image", _image, "build the project's image unless it is built")
     build.add_argument("--load", action="store_true", help="also load it into the running cluster")
@@ -74,6 +74,8 @@ def _down(_: argparse.Namespace, progress: Progress) -> Answer:
     removed = ["local"] if local.down(progress) else []
     if kind.remove():
         removed.append("kind")
+    if kept.end_all():
+        removed.append("S3")
     return {"removed": removed}
 
 

@@ -34,6 +34,7 @@ from gym_kit.run import last_lines
 READY_SECONDS = 60.0
 STOP_GRACE_SECONDS = 20.0
 PROBE = "gym-kit-probe"
+LEFT = "server.pid"
 REGION = "us-east-1"
 
 
@@ -92,7 +93,8 @@ class SeaweedFS:
             return
         private_folder(self.data)
         (self.data / "store").mkdir(exist_ok=True)
-        self._end_predecessor()
+        # A killed test run leaves its server: two over the same volumes would destroy them.
+        end_left(self.data)
         identities = self.data / "identities.json"
         identities.touch(mode=0o600)
         identities.write_text(identities_file(self.credentials, self.spare))
@@ -100,7 +102,8 @@ class SeaweedFS:
         self._sockets = Path(tempfile.mkdtemp(prefix="gym-s3-"))
         argv = command(_program(), self.data, self.host, self.ports, self._sockets)
         self._process = spawn(argv, self._log)
-        self._pid_file.write_text(json.dumps([self._process.pid, self._process.started]))
+        left = [self._process.pid, self._process.started, str(self._sockets)]
+        (self.data / LEFT).write_text(json.dumps(left))
         self._wait_ready()
 
     def stop(self) -> None:
@@ -161,21 +164,11 @@ class SeaweedFS:
     def _log(self) -> Path:
         return self.data / "server.log"
 
-    @property
-    def _pid_file(self) -> Path:
-        return self.data / "server.pid"
-
-    def _end_predecessor(self) -> None:
-        # A killed test run leaves its server: two over the same volumes would destroy them.
-        with suppress(FileNotFoundError):
-            pid, started = json.loads(self._pid_file.read_text())
-            end([ProcessId(pid, started)], grace=0)
-
     def _end(self, grace: float) -> None:
         if self._process is not None:
             end([self._process], grace)
             self._process = None
-            self._pid_file.unlink(missing_ok=True)
+            (self.data / LEFT).unlink(missing_ok=True)
         if self._sockets is not None:
             shutil.rmtree(self._sockets, ignore_errors=True)
             self._sockets = None
@@ -203,6 +196,15 @@ class SeaweedFS:
         except (BotoCoreError, ClientError):
             return False
         return True
+
+
+def end_left(data: Path) -> None:
+    """End the server that another process has left over this data, if there is one."""
+    with suppress(FileNotFoundError):
+        pid, started, sockets = json.loads((data / LEFT).read_text())
+        end([ProcessId(pid, started)], grace=0)
+        shutil.rmtree(sockets, ignore_errors=True)
+        (data / LEFT).unlink()
 
 
 def identities_file(*credentials: Credentials) -> str:

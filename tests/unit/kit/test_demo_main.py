@@ -48,7 +48,8 @@ def test_what_is_kept_is_found_by_the_last_lines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, fails: bool
 ) -> None:
     assert played(monkeypatch, tmp_path, keep=True, fails=fails) == int(fails)
-    assert capsys.readouterr().out.splitlines()[-2:] == [
+    assert capsys.readouterr().out.splitlines()[-3:] == [
+        "left up, until `make down` removes it all; to see it:",
         f"  export KUBECONFIG='{tmp_path}/my files/kubeconfig'",
         "  kubectl gym status demo -n gym-demo-0a1b2c",
     ]

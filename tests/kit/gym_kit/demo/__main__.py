@@ -78,7 +78,7 @@ def told(counted: dict[str, Any]) -> str:
 def way_to(kubeconfig: Path, namespace: str) -> str:
     """What to paste into a shell to see what is left up."""
     return f"""\
-left up; to see it:
+left up, until `make down` removes it all; to see it:
   export KUBECONFIG={shlex.quote(str(kubeconfig))}
   kubectl gym status {STACK} -n {namespace}"""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gym_kit import image, tools
+from gym_kit import image, kept, tools
 from gym_kit.bucket import SeaweedFS
 from gym_kit.cluster import Choice, Cluster, ensure
 from gym_kit.demo.engines import DemoEngine, EngineBeside, EnginePod, engine_image, tokenizer
@@ -160,14 +160,15 @@ def grounds(
             else:
                 built = image.build(progress)
             cluster.load_image(built.archive)
-        with progress.step("S3 server"):
-            bucket = SeaweedFS(folder / "s3", host=cluster.host_address)
-            bucket.start()
+        bucket = SeaweedFS(kept.new_folder() if keep else folder / "s3", host=cluster.host_address)
         try:
+            with progress.step("S3 server"):
+                bucket.start()
             bucket.create_bucket(BUCKET)
             yield from _with_operator(Grounds(cluster, bucket, built.reference), progress, keep)
         finally:
-            bucket.kill()
+            if not keep:
+                bucket.kill()
     finally:
         if cluster.started and not keep:
             with progress.step("removing the cluster"):
