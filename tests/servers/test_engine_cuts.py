@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from gym_rig.guarded import BEARER, CELL, RATE, guarded
 from gym_rig.network import Fault
 from gym_servers.capture.inventory import PATH, InventoryCall, inventory_of
-from gym_servers.capture.staging import unpack
+from gym_servers.capture.staging import digest, unpack
 from gym_servers.engine.app import create_app as engine_app
 from gym_servers.participants.cutting import CUT_SECONDS
 from gym_servers.stack.settings import SettingsError
@@ -37,8 +39,12 @@ async def test_a_receipt_covers_each_call_once_and_its_tokens_are_durable_by_the
             "late": ("empty", 0),
             "never": ("unknown", 0),
         }
-        staged = unpack(engine.store.get(receipt["key"]))
+        stored = engine.store.get(receipt["key"])
+        staged = unpack(stored)
         assert {ticket: len(tokens.ids) for ticket, tokens in staged.items()} == {"a": 20, "b": 20}
+        digests = {call["ticket"]: call["sha256"] for call in receipt["calls"]}
+        assert digests == {"a": digest(staged["a"]), "b": digest(staged["b"]), "late": "", "never": ""}
+        assert json.loads(stored.partition(b"\n")[0])["others"] == {"late": "empty", "never": "unknown"}
         # Cut is not stopped: every stream comes to its end.
         for one in [*asked, late]:
             assert (await one).text.endswith("data: [DONE]\n\n")
@@ -48,6 +54,13 @@ async def test_a_receipt_covers_each_call_once_and_its_tokens_are_durable_by_the
         assert (other.status_code, other.json()["error"]["code"]) == (409, "checkpoint_conflict")
         ended = (await engine.cut(inventory("a", checkpoint_id="cq"))).json()
         assert unpack(engine.store.get(ended["key"]))["a"].finish == "stop"
+
+
+async def test_that_nothing_could_be_kept_is_durable_as_well(tmp_path: Path) -> None:
+    async with guarded(tmp_path, collection=None) as (_, engine):
+        receipt = (await engine.cut(inventory("never"))).json()
+        stored = json.loads(engine.store.get(receipt["key"]))
+        assert (stored["streams"], stored["others"]) == ([], {"never": "unknown"})
 
 
 async def test_cells_of_one_engine_cut_for_one_checkpoint_each_its_own_calls(tmp_path: Path) -> None:
@@ -120,6 +133,35 @@ async def test_a_cell_that_cuts_at_the_engine_goes_on_behind_all_that_was_genera
         assert list((Path(engine.store.uri) / CELL / "generation-cuts").iterdir())
 
 
+def _last_bit(data: bytes) -> bytes:
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "failed"),
+    [
+        pytest.param(lambda _: None, 3, id="gone"),
+        pytest.param(lambda data: data[:-1], 3, id="cut short"),
+        pytest.param(_last_bit, 1, id="another number in one call"),
+    ],
+)
+async def test_staged_tokens_that_are_not_what_the_receipt_says_are_not_taken(
+    tmp_path: Path, spoil: Callable[[bytes], bytes | None], failed: int
+) -> None:
+    """What has arrived is kept all the same; what is damaged of one call costs that call."""
+    async with guarded(tmp_path) as (rig, engine):
+        rig.network.latency = 0.15
+        engine.store.spoil = spoil
+        await rig.until(lambda: sum(len(call.tokens) > 0 for call in rig.participant("policy")._calls) == 3)
+        await rig.checkpoint("cut")
+        generations = rig.participant("policy").generations()
+        assert (generations["cut_engine_failed"], generations["cut_kept"]) == (failed, 3)
+        rig.kill("policy")
+        await rig.until(rig.complete)
+        assert rig.account(3).problems == []
+        assert rig.account(3).continued == 3
+
+
 @pytest.mark.parametrize("what", ["away", "refuses", "silent", "full", "another receipt"])
 async def test_c9_an_engine_that_does_not_cut_is_counted_and_holds_no_checkpoint_up(
     tmp_path: Path, what: str
@@ -137,7 +179,6 @@ async def test_c9_an_engine_that_does_not_cut_is_counted_and_holds_no_checkpoint
                     "inventory_digest": wrong["digest"],
                     "worker": "w",
                     "key": "",
-                    "sha256": "",
                     "calls": [],
                 },
             ),

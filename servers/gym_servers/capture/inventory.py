@@ -84,23 +84,23 @@ def _digest(checkpoint_id: str, folder: str, calls: list[InventoryCall]) -> str:
 
 
 class ReceiptCall(_Message):
-    """kept: its tokens are staged. empty: it has generated nothing. unknown: the engine has no such stream. failed:
-    its tokens could not be frozen."""
+    """kept: its tokens are staged, `tokens` of them; `sha256` is of all that is staged of it. empty: it has generated
+    nothing. unknown: the engine has no such stream. failed: its tokens could not be frozen."""
 
     ticket: str
     state: Literal["kept", "empty", "unknown", "failed"]
     tokens: int = 0
+    sha256: str = ""
 
 
 class Receipt(_Message):
-    """`key`: where the tokens of the kept calls are staged, below the storage that both sides know; `sha256`: of what
-    is there. Both are empty where nothing was kept."""
+    """`key`: where the tokens of the kept calls are staged, with what became of the others, below the storage that
+    both sides know."""
 
     checkpoint_id: str
     inventory_digest: str
     worker: str
     key: str
-    sha256: str
     calls: list[ReceiptCall]
 
 
@@ -117,6 +117,3 @@ def check_receipt(inventory: Inventory, receipt: Receipt) -> None:
     if named != wanted:
         missing, extra = sorted(wanted - named), sorted(named - wanted)
         raise ReceiptRefused(f"the receipt does not cover each call once: {len(missing)} missing, {len(extra)} extra")
-    kept = any(call.state == "kept" for call in receipt.calls)
-    if kept != bool(receipt.key):
-        raise ReceiptRefused("the receipt does not say where the tokens are")

@@ -4,28 +4,36 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from typing import Any
 
 from gym_servers.capture.arrays import ArrayReader, to_bytes
 from gym_servers.capture.tokens import Frozen, Span
-from gym_servers.protocol.digests import canonical
+from gym_servers.protocol.digests import canonical, sha256
 
-FORMAT = 1
+FORMAT = 2
 
 
-def pack(streams: Mapping[str, Frozen]) -> bytes:
-    """Tokens by ticket: a line of JSON, then arrays. Equal tokens make equal bytes."""
+def pack(streams: Mapping[str, Frozen], others: Mapping[str, str]) -> bytes:
+    """Tokens by ticket, and of the `others` what became of them: a line of JSON, then arrays. Equal tokens make equal
+    bytes."""
     tickets = sorted(streams)
-    entries = [
-        {
-            "ticket": ticket,
-            "generated": len(streams[ticket].ids),
-            "spans": [[span.version, span.start, span.end] for span in streams[ticket].spans],
-            "finish": streams[ticket].finish,
-        }
-        for ticket in tickets
-    ]
-    arrays = b"".join(to_bytes(streams[ticket].ids) + to_bytes(streams[ticket].logprobs) for ticket in tickets)
-    return canonical({"format": FORMAT, "streams": entries}) + b"\n" + arrays
+    entries = [{"ticket": ticket, **_head(streams[ticket])} for ticket in tickets]
+    arrays = b"".join(_arrays(streams[ticket]) for ticket in tickets)
+    return canonical({"format": FORMAT, "streams": entries, "others": others}) + b"\n" + arrays
+
+
+def digest(tokens: Frozen) -> str:
+    """Of all that `pack` says of one stream."""
+    return sha256(canonical(_head(tokens)) + _arrays(tokens))
+
+
+def _head(tokens: Frozen) -> dict[str, Any]:
+    spans = [[span.version, span.start, span.end] for span in tokens.spans]
+    return {"generated": len(tokens.ids), "spans": spans, "finish": tokens.finish}
+
+
+def _arrays(tokens: Frozen) -> bytes:
+    return to_bytes(tokens.ids) + to_bytes(tokens.logprobs)
 
 
 def unpack(data: bytes) -> dict[str, Frozen]:

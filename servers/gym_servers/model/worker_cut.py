@@ -19,11 +19,10 @@ from gym_servers.capture.inventory import (
     check_receipt,
     inventory_of,
 )
-from gym_servers.capture.staging import unpack
+from gym_servers.capture.staging import digest, unpack
 from gym_servers.capture.tokens import Frozen
 from gym_servers.model.engine_client import EngineClient
 from gym_servers.participants.cutting import CutFailed
-from gym_servers.protocol.digests import sha256
 from gym_servers.storage.store import ObjectStore, StorageError
 
 log = logging.getLogger("gym_servers")
@@ -66,20 +65,23 @@ class WorkerCut:
                 raise CutFailed(f"the engine's side answered {response.status_code}")
             receipt = Receipt.model_validate_json(response.content)
             check_receipt(inventory, receipt)
-            staged = await asyncio.to_thread(self._staged, receipt) if receipt.key else {}
+            staged = await asyncio.to_thread(self._staged, receipt)
         except (httpx.RequestError, ValidationError, ReceiptRefused, StorageError, ValueError) as error:
             raise CutFailed(f"{type(error).__name__}: {error}"[:300]) from error
         found: dict[str, Frozen | None] = {}
         for call in receipt.calls:
             if call.state == "kept":
-                tokens = staged.get(call.ticket)
-                found[call.ticket] = tokens if tokens is not None and len(tokens.ids) == call.tokens else None
+                found[call.ticket] = staged.get(call.ticket)
             elif call.state == "failed":
                 found[call.ticket] = None
         return found
 
     def _staged(self, receipt: Receipt) -> dict[str, Frozen]:
-        data = self._open_store().get(receipt.key)
-        if sha256(data) != receipt.sha256:
-            raise ValueError("what was staged does not match its receipt")
-        return unpack(data)
+        """Of what was staged all that is as the receipt says. Raises StorageError, ValueError."""
+        receipts = {call.ticket: (call.tokens, call.sha256) for call in receipt.calls}
+        staged = unpack(self._open_store().get(receipt.key))
+        return {
+            ticket: tokens
+            for ticket, tokens in staged.items()
+            if receipts.get(ticket) == (len(tokens.ids), digest(tokens))
+        }

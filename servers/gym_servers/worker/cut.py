@@ -7,7 +7,7 @@ import logging
 from collections import OrderedDict
 
 from gym_servers.capture.inventory import Inventory, Receipt, ReceiptCall
-from gym_servers.capture.staging import pack
+from gym_servers.capture.staging import digest, pack
 from gym_servers.capture.tokens import Frozen
 from gym_servers.protocol.digests import sha256
 from gym_servers.protocol.errors import ProtocolError
@@ -72,21 +72,21 @@ class Cutter:
         return kept, calls
 
     async def _stage(self, inventory: Inventory, kept: dict[str, Frozen], calls: list[ReceiptCall]) -> Receipt:
-        key, digest = "", ""
-        if kept:
-            data = pack(kept)
-            digest = sha256(data)
-            key = f"{inventory.folder}/{CUTS}/{inventory.checkpoint_id}/{digest}"
-            try:
-                await asyncio.to_thread(self._store.create, key, data)
-            except StorageError as error:
-                log.warning("a generation cut could not be staged: %s", error)
-                raise ProtocolError("checkpoint_error", f"the tokens cannot be staged: {error}") from error
-        return Receipt(
-            checkpoint_id=inventory.checkpoint_id,
-            inventory_digest=inventory.digest,
-            worker=self._worker,
-            key=key,
-            sha256=digest,
-            calls=calls,
-        )
+        def write() -> Receipt:
+            data = pack(kept, {call.ticket: call.state for call in calls if call.ticket not in kept})
+            key = f"{inventory.folder}/{CUTS}/{inventory.checkpoint_id}/{sha256(data)}"
+            self._store.create(key, data)
+            digests = {ticket: digest(tokens) for ticket, tokens in kept.items()}
+            return Receipt(
+                checkpoint_id=inventory.checkpoint_id,
+                inventory_digest=inventory.digest,
+                worker=self._worker,
+                key=key,
+                calls=[call.model_copy(update={"sha256": digests.get(call.ticket, "")}) for call in calls],
+            )
+
+        try:
+            return await asyncio.to_thread(write)  # the engine's own loop goes on meanwhile
+        except StorageError as error:
+            log.warning("a generation cut could not be staged: %s", error)
+            raise ProtocolError("checkpoint_error", f"the tokens cannot be staged: {error}") from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -26,15 +26,18 @@ CELL = "rig-uid/cell-0"
 BEARER = {"authorization": f"Bearer {TOKEN}"}
 
 
-class FullStore(DirectoryStore):
-    """A disk that is full while `full`."""
+class FaultyStore(DirectoryStore):
+    """A disk that is full while `full`, and keeps what `spoil` makes of data; nothing where that is None."""
 
     full = False
+    spoil: Callable[[bytes], bytes | None] = staticmethod(lambda data: data)
 
     def create(self, key: str, data: bytes) -> None:
         if self.full:
             raise StorageError("no space left")
-        super().create(key, data)
+        kept = self.spoil(data)
+        if kept is not None:
+            super().create(key, kept)
 
 
 class Guarded:
@@ -42,7 +45,7 @@ class Guarded:
 
     def __init__(self, rig: Rig) -> None:
         alive = Alive("engine")
-        self.store = FullStore(rig.folder / "checkpoints")
+        self.store = FaultyStore(rig.folder / "checkpoints")
         inner = engine_app(RATE, rig.journal_file.of(alive))
         self.app = GenerationCut(inner, self.store, only(TOKEN))
         rig.network.listen("engine", self.app, alive)

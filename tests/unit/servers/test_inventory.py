@@ -38,7 +38,6 @@ def receipt(inventory: Inventory, **changes: Any) -> Receipt:
         "inventory_digest": inventory.digest,
         "worker": "w",
         "key": "k",
-        "sha256": "s",
         "calls": [ReceiptCall(ticket=call.ticket, state="kept", tokens=1) for call in inventory.calls],
     }
     return Receipt.model_validate({**given, **changes})
@@ -82,8 +81,6 @@ def test_c9_a_receipt_answers_one_inventory_and_each_of_its_calls_once() -> None
         ({"calls": kept[:1]}, "1 missing, 0 extra"),
         ({"calls": kept[:3]}, "0 missing, 1 extra"),
         ({"calls": [kept[0], kept[3]]}, "1 missing, 1 extra"),
-        ({"key": ""}, "where the tokens are"),
-        ({"calls": [ReceiptCall(ticket=t, state="unknown") for t in ("a", "b")]}, "where the tokens are"),
     ):
         with pytest.raises(ReceiptRefused, match=says):
             check_receipt(inventory, receipt(inventory, **change))
@@ -104,7 +101,7 @@ STREAMS = st.dictionaries(st.text(min_size=1, max_size=4), FROZEN, max_size=4).f
 
 @given(STREAMS, st.data())
 def test_staged_tokens_come_back_whole_or_not_at_all(streams: dict[str, Frozen], data: st.DataObject) -> None:
-    packed = pack(streams)
+    packed = pack(streams, {"other": "unknown"})
     assert unpack(packed) == streams
     for damaged in (packed[: -data.draw(st.integers(1, len(packed)))], packed + b"\0", b"{}\n", b"[]\n"):
         with pytest.raises(ValueError, match=r"\w"):
