@@ -4,6 +4,7 @@
         ... an operator uses way.kubeconfig ...
         way.fault = Fault.AWAY      # connections are cut; None: all is well again
         way.silence()               # watches that are open now deliver nothing any more, and stay open
+    reached = way.stop_at(...)  # the next write of a kind is not answered: whoever waits for that may be killed there
 
 It speaks plain HTTP to its user and brings the administrator's certificate itself, so that it sees each request.
 """
@@ -16,7 +17,7 @@ import json
 import ssl
 import threading
 from collections import Counter
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import ExitStack, suppress
 from enum import Enum, auto
 from pathlib import Path
@@ -50,6 +51,14 @@ class Call(NamedTuple):
     resource: str
 
 
+class Stop(NamedTuple):
+    """A write that is not answered, whether it has landed (`after`) or not."""
+
+    here: Callable[[Call, Mapping[str, Any]], bool]
+    after: bool
+    reached: threading.Event
+
+
 def call_of(method: str, path: str, *, watch: bool) -> Call:
     """What a request asks for."""
     parts = path.strip("/").split("/")
@@ -76,6 +85,7 @@ class ApiProxy:
         self._healed = asyncio.Event()
         self._open: dict[int, web.Request] = {}
         self._watches: dict[web.StreamResponse, asyncio.Event] = {}
+        self._stop_at: Stop | None = None
         self._asking: set[asyncio.Future[aiohttp.ClientResponse]] = set()
         self._loop = asyncio.new_event_loop()
         self._exit = ExitStack()
@@ -118,6 +128,13 @@ class ApiProxy:
     def tell(self, event: Mapping[str, Any]) -> int:
         """Put an event into the watches that are open; how many they are."""
         return self._run(self._tell(json.dumps(event).encode() + b"\n"))
+
+    def stop_at(self, here: Callable[[Call, Mapping[str, Any]], bool], *, after: bool) -> threading.Event:
+        """Set once the next request with a body of which `here` says so is there, or has landed; it is never
+        answered."""
+        stop = Stop(here, after, threading.Event())
+        self._stop_at = stop
+        return stop.reached
 
     # ---- in the loop --------------------------------------------------------------------------------------
 
@@ -174,8 +191,8 @@ class ApiProxy:
         await self._session.close()
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
-        watch = request.query.get("watch") in ("1", "true")
-        self.calls[call_of(request.method, request.path, watch=watch)] += 1
+        watch = _watches(request)
+        self.calls[_call(request)] += 1
         self._open[id(request)] = request
         try:
             return await self._pass_on(request, watch=watch)
@@ -194,17 +211,31 @@ class ApiProxy:
                     request.transport.abort()
                 raise ConnectionResetError
             await self._healed.wait()
+        stop = self._stop_at
+        if stop is not None and body and stop.here(_call(request), json.loads(body)):
+            self._stop_at = None
+            if not stop.after:
+                await self._leave_waiting(stop)
+        else:
+            stop = None
         headers = {name: value for name, value in request.headers.items() if name.lower() not in HOP_BY_HOP}
         headers["Accept-Encoding"] = "identity"
         url = f"{self._server}{request.path_qs}"
         async with await self._ask(request.method, url, data=body or None, headers=headers) as found:
             kept = {name: value for name, value in found.headers.items() if name.lower() not in HOP_BY_HOP}
             if not watch:
-                return await self._whole(await found.read(), found.status, kept)
+                whole = await found.read()
+                if stop is not None:
+                    await self._leave_waiting(stop)
+                return await self._whole(whole, found.status, kept)
             answer = web.StreamResponse(status=found.status, headers=kept)
             await answer.prepare(request)
             await self._deliver(found, answer)
             return answer
+
+    async def _leave_waiting(self, stop: Stop) -> None:
+        stop.reached.set()
+        await asyncio.Event().wait()  # until who waits for it is gone
 
     async def _ask(self, method: str, url: str, **options: Any) -> aiohttp.ClientResponse:
         """Who is cancelled while a connection is made leaves its socket open (asyncio's TLS): nobody is."""
@@ -246,6 +277,14 @@ class ApiProxy:
         thread.join(10)
         with suppress(RuntimeError):
             self._loop.close()
+
+
+def _watches(request: web.Request) -> bool:
+    return request.query.get("watch") in ("1", "true")
+
+
+def _call(request: web.Request) -> Call:
+    return call_of(request.method, request.path, watch=_watches(request))
 
 
 def _let_go(asked: asyncio.Future[aiohttp.ClientResponse]) -> None:

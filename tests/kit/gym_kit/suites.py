@@ -1,8 +1,9 @@
 """`make test`: every suite this machine can run, and an account of what ran and what could not.
 
 The suites run even if an earlier one failed, so that one run shows everything. `N=` makes the long variants longer.
-Two suites run side by side. The cluster has the machine to itself, since its pods need all of it. What mostly waits
-for an API server that is away runs beside vLLM, which is left out where it cannot be installed.
+Two suites run side by side. The cluster has the machine to itself, since its pods need all of it. What mostly waits,
+for an API server that is away or an operator that starts, runs beside vLLM, which is left out where it cannot be
+installed.
 """
 
 from __future__ import annotations
@@ -60,9 +61,11 @@ BESIDE = (  # the longest first
     Suite("generated", ("python", "-m", "gym_operator.crds", "--check")),
 )
 AT_ONCE = 2
-OUTAGE_TESTS = "tests/cluster/test_api_server_faults.py"
-CLUSTER = Suite("cluster", ("pytest", "tests/cluster", "tests/bench", f"--ignore={OUTAGE_TESTS}"))
-OUTAGE = Suite("outage", ("pytest", OUTAGE_TESTS))
+API_SERVER_TESTS = ("tests/cluster/test_api_server_faults.py", "tests/cluster/test_killed_operators.py")
+CLUSTER = Suite(
+    "cluster", ("pytest", "tests/cluster", "tests/bench", *(f"--ignore={file}" for file in API_SERVER_TESTS))
+)
+OUTAGE = Suite("outage", ("pytest", *API_SERVER_TESTS))
 VLLM = Suite("vllm", ("pytest", "tests/vllm"), PROJECT / vllm.LINK / "bin", ("servers", "tests/kit"))
 
 
