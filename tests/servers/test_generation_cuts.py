@@ -34,6 +34,7 @@ class Policy:
         self.running: dict[str, Call] = {}
         self.stopped: list[str] = []
         self.version = "w1"
+        self.leaving_seconds = 0.0  # how long a call that is stopped takes to end
 
     def ask(
         self, episode: Episode = R0, position: str = "1.1", digest: str = "d", **asked: Any
@@ -47,6 +48,7 @@ class Policy:
                     await asyncio.sleep(0.1)
             except asyncio.CancelledError:
                 self.stopped.append(call.key)
+                await asyncio.sleep(self.leaving_seconds)
                 raise
             whole = call.tokens.frozen()
             response = {"said": whole.ids.tolist()}
@@ -422,6 +424,45 @@ async def test_a_call_whose_callers_have_gone_is_stopped_and_goes_on_when_it_is_
     assert policy.begun == [("r", 0), ("r", 4)]
     policy.say(6)
     assert await policy.said(asked) == list(range(LENGTH))
+
+
+async def given_up(position: str) -> Policy:
+    """A call that nobody waited for has said 4 numbers, was told to end, and has not ended yet."""
+    policy = Policy()
+    policy.leaving_seconds = 10.0
+    gone = policy.ask(position=position)
+    await settle()
+    policy.say(4)
+    gone.cancel()
+    await asyncio.sleep(ABANDONED_SECONDS + 1)
+    assert (policy.stopped, policy.counts["calls"]) == (["r"], 1)
+    return policy
+
+
+@pytest.mark.parametrize("position", ["1.1", ""])
+async def test_a_call_that_is_being_given_up_is_in_a_checkpoint_once(position: str) -> None:
+    """A second copy would be left over when the first is claimed, or a deliberate repeat would go on behind it."""
+    first = await given_up(position)
+    records = await checkpoint(first.participant)
+    (prefix,) = decode("r", records["r"])[1].prefixes
+    assert prefix.tokens.ids == int32(range(4))
+    assert first.participant.generations() == {"abandoned": 1}
+    second = restored(records, "r")
+    asked = second.ask(R1, position)
+    await settle()
+    second.say(6, R1)
+    assert await second.said(asked) == list(range(LENGTH))
+    await second.participant.retire([R1])
+    assert second.participant.generations() == {"continued": 1, "continued_tokens": 4}
+
+
+async def test_a_call_that_is_being_given_up_is_no_repeat_of_the_one_that_goes_on_for_it() -> None:
+    """Or its reply would have another id than where it is restored."""
+    policy = await given_up("")
+    policy.ask(position="")
+    await settle()
+    assert policy.begun == [("r", 0), ("r", 4)]
+    assert policy.running["r"].repeat == 0
 
 
 @pytest.mark.parametrize("why", ["constrained", "penalties", "seed", "stop_texts", "failed"])

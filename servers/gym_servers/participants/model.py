@@ -122,7 +122,7 @@ class ModelParticipant(Participant):
 
     def _repeats(self, call: Call) -> int:
         same = (call.parent_chain, call.digest)
-        running = sum((one.parent_chain, one.digest) == same for one in self._calls if one.episode == call.episode)
+        running = sum((one.parent_chain, one.digest) == same for one in self._going() if one.episode == call.episode)
         return running + sum((kept.parent, kept.digest) == same for kept in self._ledgers.calls(call.key))
 
     def _claim(self, call: Call) -> None:
@@ -203,6 +203,11 @@ class ModelParticipant(Participant):
         call.stopping = True  # asked for again it is another call
         call.task.cancel()
 
+    def _going(self) -> list[Call]:
+        """The calls in progress, without those that come to their end because nobody waited: what they had is kept
+        already, and once more it would be somebody else's to go on from."""
+        return [call for call in self._calls if not call.stopping]
+
     # ---- what is known --------------------------------------------------------------------------------------
 
     async def ledger(self, key: str) -> Ledger | None:
@@ -222,7 +227,7 @@ class ModelParticipant(Participant):
     # ---- participant --------------------------------------------------------------------------------------
 
     def closing(self, restarts: frozenset[str]) -> None:
-        self._cutting.close(self._calls)
+        self._cutting.close(self._going())
 
     def resumed(self) -> None:
         self._cutting.open()
