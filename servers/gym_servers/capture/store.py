@@ -38,6 +38,12 @@ class Kept:
     place: Place | None = None
 
 
+def kept_of(key: str, record: CallRecord) -> Kept:
+    """A call as it is kept, in memory so far. For many calls it takes long, and may be done in a thread."""
+    data = encode(key, Ledger([record]))
+    return Kept(record.position, record.digest, record.parent, record.turn, record.chain, record.thoughts, data)
+
+
 class Source(NamedTuple):
     """Where a call is, as of one moment; it stays there for as long as `LedgerStore.reading` holds it."""
 
@@ -144,8 +150,16 @@ class LedgerStore:
 
     def append(self, key: str, record: CallRecord) -> Kept:
         """A call was delivered."""
-        data = encode(key, Ledger([record]))
-        kept = Kept(record.position, record.digest, record.parent, record.turn, record.chain, record.thoughts, data)
+        kept = kept_of(key, record)
+        self._keep(key, kept)
+        return kept
+
+    def install(self, key: str, calls: Iterable[Kept]) -> None:
+        """Calls that another process had delivered, in their order."""
+        for kept in calls:
+            self._keep(key, kept)
+
+    def _keep(self, key: str, kept: Kept) -> None:
         entry = self._entries.setdefault(key, _Entry())
         entry.calls.append(kept)
         if kept.position:
@@ -153,14 +167,9 @@ class LedgerStore:
         if kept.turn:
             entry.by_turn.setdefault(kept.turn, []).append(kept)
         self._cached[id(kept)] = kept
-        self._bytes += len(data)
+        self._bytes += len(kept.data or b"")
         if self._bytes > self._bound and self._spilling is None:
             self._spilling = asyncio.ensure_future(self._spill())
-        return kept
-
-    def install(self, key: str, ledger: Ledger) -> None:
-        for record in ledger.calls:
-            self.append(key, record)
 
     def drop(self, key: str) -> None:
         """Free an episode's calls and their files."""

@@ -15,12 +15,13 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from gym_servers.capture.cuts import prefix_of
 from gym_servers.capture.ledger import CallRecord, Ledger, Prefix, decode, encode
 from gym_servers.capture.reasons import Reason, counted
 from gym_servers.capture.segments import Damaged
-from gym_servers.capture.store import Kept, LedgerStore, assembled
+from gym_servers.capture.store import Kept, LedgerStore, assembled, kept_of
 from gym_servers.capture.tokens import Tokens
 from gym_servers.participants.base import Participant, RestorePlan, Scope, Survey
 from gym_servers.participants.cutting import CutAtEngine, Cutting
@@ -34,6 +35,13 @@ log = logging.getLogger("gym_servers")
 ABANDONED_SECONDS = 30.0  # a caller whose connection broke has come back by then; what nobody waits for is stopped
 MOST_FAILURES = 100  # kept of each episode
 MOST_NAMED = 10  # in one line of the log
+
+
+class Restored(NamedTuple):
+    """What a record holds of one episode, for `install`."""
+
+    calls: list[Kept]
+    prefixes: list[Prefix]
 
 
 class ModelParticipant(Participant):
@@ -280,7 +288,9 @@ class ModelParticipant(Participant):
             named = "; ".join(f"{key}: {why}" for key, why in list(lost.items())[:MOST_NAMED])
             log.warning("a checkpoint does not continue what has lost its calls (%s): %s", len(lost), named)
 
-    def read(self, records: Mapping[str, bytes], plan: RestorePlan) -> dict[str, Ledger]:
+    def read(self, records: Mapping[str, bytes], plan: RestorePlan) -> dict[str, Restored]:
+        """Encodes each call as it is kept, here where the event loop does not wait for it. No more than one episode
+        is in memory in full."""
         staged = {}
         for name, data in records.items():
             key, ledger = decode(name, data)
@@ -290,14 +300,14 @@ class ModelParticipant(Participant):
             if ledger.lost:
                 # Only a coordinator that does not know of `restarts` in a commit's reply asks for it.
                 raise ProtocolError("invalid_checkpoint_state", f"{key} cannot be continued: {ledger.lost}")
-            staged[episode.key] = ledger
+            staged[episode.key] = Restored([kept_of(episode.key, call) for call in ledger.calls], ledger.prefixes)
         return staged
 
-    def install(self, staged: dict[str, Ledger]) -> list[str]:
-        for key, ledger in staged.items():
-            self._ledgers.install(key, ledger)
-            if ledger.prefixes:
-                self._prefixes[key] = list(ledger.prefixes)
+    def install(self, staged: dict[str, Restored]) -> list[str]:
+        for key, (calls, prefixes) in staged.items():
+            self._ledgers.install(key, calls)
+            if prefixes:
+                self._prefixes[key] = prefixes
             if unanswered := self._unanswered(key):
                 self._replays[key] = unanswered
         return list(staged)

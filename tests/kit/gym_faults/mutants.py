@@ -206,13 +206,13 @@ MUTANTS = (
     Mutant(
         "forget the ledger at restore",
         "participants/model.py",
-        "            self._ledgers.install(key, ledger)\n",
+        "            self._ledgers.install(key, calls)\n",
         "",
     ),
     Mutant(
         "forget what was generated when admission closed",
         "participants/model.py",
-        "                self._prefixes[key] = list(ledger.prefixes)\n",
+        "                self._prefixes[key] = prefixes\n",
         "                pass\n",
     ),
     Mutant(
