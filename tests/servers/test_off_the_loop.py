@@ -13,7 +13,7 @@ import pytest
 from gym_rig.cell import Rig, cell
 from gym_servers.capture import store
 from gym_servers.engine.rows import counter_rows
-from gym_servers.participants import records
+from gym_servers.participants import model, records
 from gym_servers.participants.model import ModelParticipant
 
 PATIENCE_SECONDS = 10.0  # real time: that long an encoding waits for the answer to somebody who asks meanwhile
@@ -42,22 +42,24 @@ class Slow:
         return phase
 
 
-@pytest.mark.parametrize("name", ["env", "agent", "counter", "collection"])
+@pytest.mark.parametrize("name", ["env", "agent", "counter", "collection", "policy"])
 async def test_a_participant_answers_its_coordinator_while_its_records_are_encoded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """It renews its lease and says how it is; what was captured is what is encoded, whatever becomes of it then."""
     async with cell(tmp_path, counter_rows(3, 2)) as rig:
         await rig.until(lambda: rig.effects() >= 3)
-        slow = Slow(records.to_bytes)
+        # A policy's records are of another kind than all the others'.
+        module, encode = (model, "encode") if name == "policy" else (records, "to_bytes")
+        slow = Slow(getattr(module, encode))
         plane = rig.processes_by_name[name].plane
         assert plane is not None
         exporting = plane.participant.export
 
         async def exported(scope: Any) -> dict[str, bytes]:
-            monkeypatch.setattr(records, "to_bytes", slow)
+            monkeypatch.setattr(module, encode, slow)
             found = await exporting(scope)
-            monkeypatch.setattr(records, "to_bytes", slow.original)
+            monkeypatch.setattr(module, encode, slow.original)
             return found
 
         monkeypatch.setattr(plane.participant, "export", exported)
