@@ -13,10 +13,11 @@ import pytest
 
 from gym_rig.cell import TOKEN, Rig, cell
 from gym_rig.ledgers import HeldReads, spilled
+from gym_rig.verbs import commit, prepare, resume
 from gym_rig.virtual import settle
 from gym_rig.wire import code, foreign, ok, post, serving
 from gym_servers.capture.inventory import InventoryCall, inventory_of
-from gym_servers.capture.ledger import CallRecord
+from gym_servers.capture.ledger import CallRecord, decode
 from gym_servers.engine.rows import TOOLS, counter_rows
 from gym_servers.model import app as model_app
 from gym_servers.participants.model_call import Failure
@@ -228,6 +229,24 @@ async def test_a_manifest_that_is_deleted_while_it_is_read_is_answered_as_it_was
         assert [failure["position"] for failure in found.json()["failures"]] == ["1.2"]
         gone = await client.get(f"http://policy{MANIFEST}/x/manifest", headers=BEARER)
         assert gone.json() == {"rollout_id": "x", "records": [], "failures": []}
+
+
+async def test_what_is_deleted_while_a_checkpoint_is_open_is_in_it_and_is_freed_after_it(tmp_path: Path) -> None:
+    async with foreign(tmp_path) as rig, rig.network.client(timeout=None) as client:
+        await serving(rig)
+        await chat(rig, "1.1")
+        policy = rig.participant("policy")
+        assert prepare(policy)
+        deleting = asyncio.ensure_future(client.delete(f"http://policy{MANIFEST}/x", headers=BEARER))
+        await asyncio.sleep(10)
+        records = await commit(policy)
+        assert [call.position for call in decode("x", records["x"])[1].calls] == ["1.1"]
+        await asyncio.sleep(10)
+        assert not deleting.done()
+        resume(policy)
+        assert (await deleting).json() == {"rollout_id": "x", "deleted": True}
+        gone = await client.get(f"http://policy{MANIFEST}/x/manifest", headers=BEARER)
+        assert gone.json()["records"] == []
 
 
 async def test_a_call_that_failed_is_in_the_manifest_with_its_reason(tmp_path: Path) -> None:
