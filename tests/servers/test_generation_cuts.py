@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
 
-from gym_rig.verbs import checkpoint, commit, prepare, restore, resume, start
+from gym_rig.verbs import checkpoint, commit, prepare, ready, restore, resume, start
 from gym_rig.virtual import now, settle
 from gym_servers.capture.arrays import float32, int32
+from gym_servers.capture.inventory import InventoryCall
 from gym_servers.capture.ledger import CallRecord, Ledger, Prefix, decode, encode
 from gym_servers.capture.tokens import Frozen, Span
+from gym_servers.participants.cutting import CutAtEngine
 from gym_servers.participants.gate import Gate
 from gym_servers.participants.model import ABANDONED_SECONDS, ModelParticipant
 from gym_servers.participants.model_call import Asked, Call
@@ -26,8 +28,8 @@ LENGTH = 10  # tokens of a reply
 class Policy:
     """Says the numbers from 0 on, one when a test lets it; knows how often each call was begun."""
 
-    def __init__(self, *, started: bool = True) -> None:
-        self.participant = ModelParticipant(Gate(clock=now))
+    def __init__(self, *, started: bool = True, cut_at_engine: CutAtEngine | None = None) -> None:
+        self.participant = ModelParticipant(Gate(clock=now), cut_at_engine=cut_at_engine)
         if started:
             start(self.participant)
         self.begun: list[tuple[str, int]] = []  # capture key, and tokens that were there
@@ -43,6 +45,7 @@ class Policy:
             call.prompt = call.prompt if call.prompt is not None else int32([100])
             self.begun.append((call.key, len(call.tokens)))
             self.running[call.key] = call
+            call.begin_stream(len(call.tokens))
             try:
                 while call.tokens.finish is None:  # noqa: ASYNC110 - as an engine's stream would come
                     await asyncio.sleep(0.1)
@@ -165,6 +168,34 @@ async def test_c8_a_call_at_any_moment_is_in_the_cut_or_refused() -> None:
         assert closing
         covered = sum(policy.counts[f"cut_{what}"] for what in ("kept", "skipped", "failed", "empty"))
         assert (covered, refused) == (accepted, 8 - accepted), moment
+
+
+async def test_a_cut_that_the_engine_answers_after_the_resume_is_of_no_checkpoint() -> None:
+    """Not of the one that is over, and still less of the next: that one's calls have gone on."""
+
+    async def cut(checkpoint_id: str, calls: Sequence[InventoryCall]) -> dict[str, Frozen | None]:
+        asked.append(checkpoint_id)
+        had = policy.running["r"].tokens.frozen()
+        await asyncio.sleep(3)
+        return {calls[0].ticket: had}
+
+    policy, asked = Policy(cut_at_engine=cut), list[str]()
+    policy.ask()
+    await settle()
+    policy.say(3)
+    assert not prepare(policy.participant, "given up")
+    await asyncio.sleep(1)
+    resume(policy.participant, "given up")
+    await asyncio.sleep(5)
+    policy.say(2)
+    assert not prepare(policy.participant, "second")
+    await asyncio.sleep(4)
+    assert ready(policy.participant)
+    records = await commit(policy.participant)
+    (prefix,) = decode("r", records["r"])[1].prefixes
+    assert prefix.tokens.ids == int32(range(5))
+    assert asked == ["given up", "second"]
+    assert policy.participant.generations() == {"cut_kept": 1, "cut_tokens": 5}
 
 
 async def test_c9_a_cut_that_did_not_happen_is_counted_and_holds_nothing_up() -> None:
