@@ -20,6 +20,7 @@ from gym_servers.worker.attempts import Attempts, Caller, caller_of
 from gym_servers.worker.weights import Telling, Weights
 
 WORDS = "add 5 then add 6 then get the count"
+LONG = f"run `{'x' * 900}`"  # three quarters of a minute
 
 
 def of(attempt: int, folder: str = CELL) -> dict[str, str]:
@@ -79,6 +80,25 @@ async def test_a_cell_that_was_cut_off_generates_no_more_once_its_successor_is_i
         await rig.until(rig.complete)
         assert rig.account(3).problems == []
         kept.cancel()
+
+
+async def test_a_cell_that_was_cut_off_generates_no_more_also_where_its_successor_has_nothing_to_ask(
+    tmp_path: Path,
+) -> None:
+    """No stream of the new attempt tells the engine of it: its model server does, once it is in service."""
+    async with guarded(tmp_path, collection=None) as (rig, engine):
+        await rig.until(rig.running)
+        callers = {"old": of(0), "other": of(0, "other/cell-0")}
+        asked = {name: asyncio.ensure_future(engine.ask(name, LONG, **extra)) for name, extra in callers.items()}
+        await asyncio.sleep(1)
+        rig.kill("policy")
+        await rig.until(lambda: rig.running(1))
+        await asyncio.sleep(0.5)
+        assert await stands_still(engine, "old")
+        assert not await stands_still(engine, "other")
+        (stopped,) = await asyncio.gather(asked["old"], return_exceptions=True)
+        assert "[DONE]" not in getattr(stopped, "text", "")
+        assert (await asked["other"]).text.endswith("data: [DONE]\n\n")
 
 
 @pytest.mark.parametrize("path", [ATTEMPT_PATH, VERSION_PATH])
