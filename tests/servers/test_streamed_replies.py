@@ -37,6 +37,7 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 DONE = {CHAT: "data: [DONE]", RESPONSES: "event: response.completed"}
 RATE = 20.0
+LONG = {"input": [{"role": "user", "content": f"run `{'x' * 900}`"}]}  # three quarters of a minute
 
 
 class Client:
@@ -205,8 +206,7 @@ async def test_a_client_that_comes_back_gets_the_stream_from_its_beginning_and_n
 async def test_a_client_that_stays_away_is_not_generated_for(tmp_path: Path) -> None:
     async with slow(tmp_path) as rig:
         await serving(rig)
-        long = {"input": [{"role": "user", "content": " then ".join(["run `" + "x" * 900 + "`"])}]}
-        client = Client(rig, RESPONSES, **long)
+        client = Client(rig, RESPONSES, **LONG)
         await client.has(8)
         had = client.content
         await client.leave()
@@ -215,7 +215,7 @@ async def test_a_client_that_stays_away_is_not_generated_for(tmp_path: Path) -> 
         stopped = tokens(rig)
         await asyncio.sleep(5)
         assert tokens(rig) == stopped
-        again = Client(rig, RESPONSES, **long)
+        again = Client(rig, RESPONSES, **LONG)
         await again.has(len(had))
         assert again.content.startswith(had)
         assert rig.participant("policy").generations()["continued"] == 1
@@ -271,6 +271,25 @@ async def test_without_checkpoints_pieces_come_all_the_same(tmp_path: Path) -> N
         await client.task
         assert client.complete
         assert len({data["id"] for _, data in client.events if data != "[DONE]"}) == 1
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"presence_penalty": 0.5}, {"stream": False}], ids=["pieces", "streamed whole", "whole"]
+)
+async def test_without_checkpoints_a_client_that_leaves_is_not_generated_for(
+    tmp_path: Path, how: dict[str, Any]
+) -> None:
+    """Nobody can come back for it: it is stopped at once."""
+    async with slow(tmp_path, checkpoints={"enabled": False}) as rig:
+        await rig.processes()
+        client = Client(rig, RESPONSES, "", **LONG, **how)
+        await until(lambda: tokens(rig) > 20)
+        assert bool(client.content) == (how == {})
+        await client.leave()
+        await asyncio.sleep(1)
+        stopped = tokens(rig)
+        await asyncio.sleep(5)
+        assert tokens(rig) == stopped
 
 
 # ---- reading and writing -----------------------------------------------------------------------------------
