@@ -158,6 +158,7 @@ def test_what_no_text_model_can_be_given_is_refused(params: dict[str, Any]) -> N
 def test_what_a_prefix_cannot_restore_has_a_reason(options: dict[str, Any], why: str) -> None:
     assert unfaithful(options) == why
     assert sampling_of(options, None, {}).unfaithful == why
+    assert sampling_of({}, None, options).unfaithful == why, "of the server's own options, too"
 
 
 def test_the_server_s_own_options_are_below_those_of_a_call() -> None:
@@ -165,6 +166,9 @@ def test_the_server_s_own_options_are_below_those_of_a_call() -> None:
     sampling = sampling_of({"temperature": 1.0, "user": "x", "top_p": None}, 5, defaults)
     assert (sampling.max_tokens, dict(sampling.options)) == (5, {"temperature": 1.0, "top_p": 0.9})
     assert defaults == {"temperature": 0.0, "top_p": 0.9}
+    # What counts is what the engine gets: a call may undo what could not be continued, or bring it about.
+    assert sampling_of({"presence_penalty": 0}, None, {"presence_penalty": 0.5}).unfaithful == ""
+    assert sampling_of({"temperature": 1.0}, None, {"temperature": 0.0, "seed": 7}).unfaithful == "seed"
 
 
 def test_a_response_s_own_format_is_the_engine_s_too() -> None:
