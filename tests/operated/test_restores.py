@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,9 @@ from gym_rig.operated import operated
 from gym_rig.restoring import final, restore, sources, sources_of, taken, to_the_end
 from gym_rig.writes import at_any_write
 from gym_servers.coordination.controller import CellController
+from gym_servers.participants.base import Survey
 from gym_servers.protocol.digests import sha256
+from gym_servers.protocol.messages import Blocker
 from gym_servers.storage.directory import DirectoryStore
 from gym_servers.storage.manifest import CHECKPOINT, read_publication
 from gym_servers.storage.removal import HOLDER
@@ -250,6 +253,35 @@ async def test_k4_what_a_restore_works_from_is_neither_let_go_nor_removed(tmp_pa
         rig.pods_may_start = True
         await final(rig, "back", "Succeeded")
         await rig.until(lambda: (CHECKPOINTS, IDENTITY.namespace, "second") not in rig.kube.objects, "gone")
+
+
+@pytest.mark.parametrize("source", [{"checkpointRef": {"name": "chosen"}}, {"labels": {"step": "7"}}])
+@pytest.mark.parametrize("by", ["the same operator", "the next one"])
+async def test_k4_what_a_queued_restore_has_chosen_is_held_too(
+    tmp_path: Path, source: dict[str, Any], by: str
+) -> None:
+    """It was read already: else the servers would be replaced for data that is gone."""
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        chosen = await taken(rig, "chosen", deletionPolicy="Delete", labels={"step": "7"})
+        await taken(rig, "newest")
+        agent = rig.cell.processes_by_name["agent"].server.participant
+        agent.survey = lambda: Survey([Blocker(id="0-0", where="a tool", age_seconds=1)])  # type: ignore[method-assign]
+        rig.checkpoint("c1", timeouts={"prepare": "2m"})
+        await rig.reaches("c1", "Preparing")
+        restore(rig, **source)
+        await rig.until(lambda: rig.status(RESTORES, "back").get("reason") == "Queued", "it waits for c1")
+        pods = rig.pods()
+        rig.kube.let_go(CHECKPOINTS, IDENTITY.namespace, "chosen")
+        await asyncio.sleep(20)
+        assert (rig.status(RESTORES, "back")["phase"], rig.pods()) == ("Pending", pods)
+        assert DirectoryStore(Path(chosen["uri"])).get(CHECKPOINT)
+        if by == "the next one":
+            rig.kill_operator()
+            rig.start_operator()
+        await final(rig, "back", "Succeeded")
+        assert sources(rig) == [chosen["checkpointID"]]
+        await rig.until(lambda: (CHECKPOINTS, IDENTITY.namespace, "chosen") not in rig.kube.objects, "gone")
+        assert rig.events("DataRemoved")
 
 
 # ---- a death that people decide about ----------------------------------------------------------------------

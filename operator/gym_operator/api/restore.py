@@ -126,7 +126,8 @@ class RestoreStatus(StatusModel):
     checkpoint: RestoredCheckpoint | None = None
     """The checkpoint that was chosen."""
     cells: Annotated[tuple[RestoreCell, ...], Field(max_length=64, json_schema_extra=list_map("index"))] = ()
-    """Each cell's part; all are needed to succeed."""
+    """Each cell's part, from when it was chosen; all are needed to succeed. Its data is held until the restore is
+    done."""
     continued_count: Count = 0
     """Rollouts that continue from the checkpoint. Of those whose row is durable already the row stands."""
     continued: Annotated[tuple[Continued, ...], Field(max_length=MAX_CONTINUED)] = ()

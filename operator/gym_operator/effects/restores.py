@@ -156,8 +156,8 @@ class Restores:
             return True
         match await self._resolve(restore):
             case rules.Found(places):
-                told = ConditionReason.IN_PROGRESS, "the checkpoint is read, and every digest checked"
-                await self._wait(writer, *told)
+                # Before it is read: from then on nobody removes it, however long the restore has to wait.
+                await writer.put(rules.choosing(writer.status, places, writer.generation, self._wall()))
                 self._read_beside(writer.uid, places)
                 return True
             case rules.Refuse(reason, message):
@@ -172,7 +172,7 @@ class Restores:
     async def _resolve(self, restore: GymRestore) -> rules.Found | rules.Wait | rules.Refuse:
         """Which checkpoint is meant. The API server is asked: a watch that lags behind would choose an older one."""
         spec = restore.spec
-        if (found := rules.by_place(spec)) is not None:
+        if (found := rules.by_place(spec) or rules.chosen(restore.status)) is not None:
             return found
         if spec.checkpoint_ref is not None:
             name = spec.checkpoint_ref.name

@@ -70,6 +70,13 @@ def by_place(spec: RestoreSpec) -> Found | None:
     return Found((Place(spec.uri.rstrip("/"), spec.digest),))
 
 
+def chosen(status: RestoreStatus) -> Found | None:
+    """The checkpoint that an earlier look has chosen; None where none has yet."""
+    if not status.cells:
+        return None
+    return Found(tuple(Place(cell.uri, cell.digest, cell.index) for cell in status.cells))
+
+
 def by_checkpoint(body: Mapping[str, Any] | None, name: str) -> Found | Wait | Refuse:
     """The checkpoint that a GymCheckpoint stands for."""
     if body is None:
@@ -265,14 +272,27 @@ def waiting(status: RestoreStatus, reason: str, message: str, generation: int, n
     return _told(status, "Pending", reason, message, generation, now)
 
 
+def choosing(status: RestoreStatus, places: Sequence[Place], generation: int, now: float) -> RestoreStatus:
+    """A checkpoint was chosen, and is read. Where it is stands in the status from now on, if the spec does not say
+    it: what an unfinished restore names is held."""
+    message = "the checkpoint is read, and every digest checked"
+    told = waiting(status, ConditionReason.IN_PROGRESS, message, generation, now)
+    return told.model_copy(update={"cells": _parts(place for place in places if place.cell is not None)})
+
+
 def restoring(
     status: RestoreStatus, checkpoint: RestoredCheckpoint, places: Sequence[Place], generation: int, now: float
 ) -> RestoreStatus:
     """Under way; no cell has begun yet."""
     message = f"the servers are replaced, and continue from checkpoint {checkpoint.name}"
     told = _told(status, "Restoring", ConditionReason.RESTORING, message, generation, now)
-    cells = (RestoreCell(index=place.cell or 0, uri=place.uri, digest=place.digest) for place in places)
-    return told.model_copy(update={"checkpoint": checkpoint, "start_time": format_time(now), "cells": tuple(cells)})
+    return told.model_copy(
+        update={"checkpoint": checkpoint, "start_time": format_time(now), "cells": _parts(places)}
+    )
+
+
+def _parts(places: Iterable[Place]) -> tuple[RestoreCell, ...]:
+    return tuple(RestoreCell(index=place.cell or 0, uri=place.uri, digest=place.digest) for place in places)
 
 
 def begun(status: RestoreStatus, attempts: Mapping[int, int | None]) -> RestoreStatus:
