@@ -138,6 +138,66 @@ async def test_a_cell_that_makes_no_progress_gives_up_and_says_so(tmp_path: Path
         assert rig.controller.record.attempt == 2
 
 
+def one_short_and_one_long() -> list[dict[str, Any]]:
+    """A row that is soon done, and one that keeps the cell at work."""
+    return [*counter_rows(1, 1, (1, 1)), *counter_rows(1, 2, (200, 200))]
+
+
+async def test_a_finished_row_is_progress_and_the_first_one_too(tmp_path: Path) -> None:
+    async with cell(tmp_path, one_short_and_one_long(), rate=20, recovery={"backoffLimit": 1}) as rig:
+        await rig.until(rig.running)
+        rig.kill("env")
+        await rig.until(lambda: rig.running(1))
+        assert (rig.progress()["rows"], rig.controller.record.failures) == (0, 1)
+        await rig.until(lambda: rig.progress()["rows"])
+        await rig.until(lambda: not rig.controller.record.failures)
+        rig.kill("env")
+        await rig.until(lambda: rig.running(2))
+        rig.kill("env")
+        await rig.until(lambda: rig.controller.record.stage is Stage.STALLED)
+        assert rig.controller.record.attempt == 2, "no row since"
+
+
+async def test_a_row_that_is_finished_just_before_a_death_is_found_to_be_progress(tmp_path: Path) -> None:
+    """Nobody has looked meanwhile."""
+    async with cell(tmp_path, one_short_and_one_long(), rate=20) as rig:
+        await rig.until(rig.effects)
+        rig.kill("env")
+        await rig.until(lambda: rig.running(1) and rig.progress())
+        output = tmp_path / "output/rollouts.jsonl"
+        for _ in range(200):
+            if output.exists() and output.read_text():
+                break
+            await asyncio.sleep(0.1)
+        assert (rig.progress()["rows"], rig.controller.record.failures) == (0, 1)
+        rig.kill("env", "collection")
+        await rig.until(lambda: rig.running(2))
+        assert rig.controller.record.failures == 2
+        await rig.until(lambda: not rig.controller.record.failures)
+
+
+async def test_rows_that_a_driver_finds_when_it_comes_up_are_no_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done, seconds = DirectoryOutput.done, 0.0
+
+    async def slowly(self: DirectoryOutput) -> set[str]:
+        await asyncio.sleep(seconds)
+        return await done(self)
+
+    monkeypatch.setattr(DirectoryOutput, "done", slowly)
+    async with cell(tmp_path, one_short_and_one_long(), rate=20, recovery={"backoffLimit": 1}) as rig:
+        await rig.until(lambda: rig.progress().get("rows"))
+        seconds = 5.0
+        rig.kill("collection")
+        await rig.until(lambda: rig.running(1))
+        rig.controller = rig.coordinator(rig.saved[-1])  # another one, which has seen nothing yet
+        await rig.until(lambda: rig.progress().get("rows"))
+        await rig.until(lambda: rig.controller.record.failures == 1)
+        rig.kill("env")
+        await rig.until(lambda: rig.controller.record.stage is Stage.STALLED)
+
+
 def damage(checkpoint: Path, what: str) -> None:
     for path in checkpoint.rglob(what):
         path.unlink()

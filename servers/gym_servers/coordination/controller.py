@@ -79,7 +79,7 @@ class CellController:
         self._taking: Checkpoint | None = None
         self._reserved: tuple[int, float] | None = None
         self._clocks: defaultdict[str, PeerClock] = defaultdict(PeerClock)
-        self._rows = 0
+        self._rows: int | None = None  # that were seen; None while none were counted
         self._seen: Mapping[str, d.Seen] = {}
         self._recovering = False
         self._changing = asyncio.Lock()
@@ -235,7 +235,6 @@ class CellController:
                 "Normal", "Recovered", f"attempt {last.attempt} runs from {source} after {recoveries[-1].seconds} s"
             )
         await self._save(stage=Stage.RUNNING, recoveries=recoveries, refused=[], refusals={})
-        self._rows = 0
 
     # ---- recovery -----------------------------------------------------------------------------------------
 
@@ -378,10 +377,10 @@ class CellController:
 
     async def _tend(self, seen: Mapping[str, d.Seen]) -> None:
         """Pass on what the driver asks for, and let progress end a series of failures."""
-        rows = sum(one.status.progress.get("rows", 0) for one in seen.values() if one.status is not None)
-        if self.record.failures and self._rows and rows > self._rows:
-            await self._save(failures=0)
-        self._rows = rows
+        if (rows := _rows_of(seen)) is not None:
+            if self.record.failures and self._rows is not None and rows > self._rows:
+                await self._save(failures=0)
+            self._rows = rows
         statuses = {name: one.status for name, one in seen.items() if one.status is not None}
         await pass_on(self._clients, statuses.values(), self._wall() + TEND_SECONDS)
         await self._restarts.see_to(self.record, self.settings.restart_blockers_after, statuses, self._clients)
@@ -568,3 +567,9 @@ class CellController:
             record = self.record.model_copy(update=dict(change(self.record)))
             await self._host.save(record)
             self.record = record
+
+
+def _rows_of(seen: Mapping[str, d.Seen]) -> int | None:
+    """How many rows of the cell are done; None where its driver does not say, or has not counted them yet."""
+    told = [one.status.progress for one in seen.values() if one.status is not None]
+    return next((progress["rows"] for progress in told if progress.get("expected")), None)

@@ -204,7 +204,7 @@ class CollectionParticipant(Participant):
         self._rollouts: dict[str, Rollout] = {}  # none until the job is found
         self._output: Output  # the job's
         self._assignment: Assignment = Alone()
-        self._expected: set[str] = set()
+        self._expected: set[str] = set()  # none until the rows of earlier processes are known
         self._queue: deque[Rollout] = deque()
         self._collecting: set[str] = set()
         self._claiming = asyncio.Lock()
@@ -220,8 +220,8 @@ class CollectionParticipant(Participant):
     async def load(self) -> None:
         """Look at what the output holds already, and at what is ours, so that a restored episode with a row, or one
         that is another driver's by now, can be told apart."""
+        await self._see_rows()  # first: of what is expected they count as done from the beginning
         await self._look()
-        await self._see_rows()
 
     async def _see_rows(self) -> None:
         done = await self._durably(self._output.done)
@@ -290,7 +290,6 @@ class CollectionParticipant(Participant):
         self._tell()
         self._output, self._assignment = job.output, job.assignment
         self._rollouts = {rollout.id: rollout for rollout in job.rollouts}
-        self._expected = set(self._rollouts)
 
     async def _drive(self) -> None:
         await self.load()
