@@ -98,9 +98,22 @@ async def test_k12_restore_of_a_corrupted_newest_checkpoint_falls_back_to_the_on
         assert await died(rig, 1) == older["checkpointID"]
         await says(rig, "older")
         await stays(rig, "older")
+        condition = rig.conditions()["Recovering"]
+        assert (condition["status"], condition["reason"]) == ("False", "Recovered")
+        told = condition["message"]
+        assert told.startswith(
+            "attempt 1 continues from checkpoint older; checkpoint newest is passed over: pack "
+        ), told
+        await died(rig, 2)
+        await rig.until(lambda: rig.conditions()["Recovering"]["message"] != told, "said of the next one too")
+        assert (
+            "attempt 2 continues from checkpoint older; checkpoint newest"
+            in rig.conditions()["Recovering"]["message"]
+        )
+        assert "passedOver" not in rig.record()["recoveries"][0], "once in a record is enough"
         events = [body for (kind, _, _), body in rig.kube.objects.items() if kind == EVENTS]
         unusable = [event for event in events if event["reason"] == "CheckpointUnusable"]
-        assert len(unusable) == 1
+        assert len(unusable) == 2
         assert "checkpoint newest is passed over" in unusable[0]["message"]
         assert "pack" in unusable[0]["message"], "and what is wrong with it"
 

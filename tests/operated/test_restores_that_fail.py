@@ -174,6 +174,11 @@ async def test_records_that_the_servers_refuse_lead_back_to_the_stacks_own(
         assert status["reason"] == "RecordsRefused"
         await rig.until(lambda: rig.in_service(2), "back in service")
         assert sources(rig) == [first["checkpointID"], second["checkpointID"]]
+        told = rig.conditions()["Recovering"]["message"]
+        assert told.startswith("attempt 2 continues from checkpoint second; checkpoint first was refused: agent"), (
+            told
+        )
+        assert "record_format" in told or "format" in told, told
         await to_the_end(rig)
 
 

@@ -186,7 +186,8 @@ def _recovering(seen: Observed, verdicts: Mapping[int, Verdict]) -> Told:
     cell, last = newest
     source = f"checkpoint {last.checkpoint.name}" if last.checkpoint else "the input"
     reason = ConditionReason.RECOVERED if last.checkpoint else ConditionReason.RESTARTED_FROM_INPUT
-    return ("False", reason, f"{seen.name_of(cell)}attempt {last.attempt} continues from {source}")
+    told = "; ".join((f"attempt {last.attempt} continues from {source}", *last.passed_over))
+    return ("False", reason, f"{seen.name_of(cell)}{told}")
 
 
 def _in_use(conditions: Sequence[Condition], seen: Observed) -> tuple[Condition, ...]:

@@ -221,7 +221,11 @@ class CellController:
         refusals = record.refusals.get(choice.uri, 0) + times
         if refusals >= REFUSALS:
             await self._host.announce("Warning", "RecordsRefused", f"{choice.name}: {error}")
-            await self._save(refused=[*record.refused, choice.uri], chosen=record.chosen_but(choice))
+            await self._save(
+                refused=[*record.refused, choice.uri],
+                chosen=record.chosen_but(choice),
+                recoveries=record.with_refusal(f"checkpoint {choice.name} was refused: {error}"),
+            )
         else:
             await self._save(refusals={**record.refusals, choice.uri: refusals})
 
@@ -306,7 +310,7 @@ class CellController:
                 "Warning", "RecoveryStalled", f"{failures - 1} recoveries in a row without progress; last: {reason}"
             )
             return
-        choice = await self._choice(record, planned) if wish is None else wish.choice
+        choice, passed_over = await self._choice(record, planned) if wish is None else (wish.choice, [])
         above = max(record.attempt, wish.above if wish is not None else 0)
         attempt, started = self._reserved = await asyncio.to_thread(self._reserve, above, started)
         pins = record.pins
@@ -319,7 +323,14 @@ class CellController:
         }
         source = f"checkpoint {choice.name}" if choice else "the input"
         decided = not people_decide(record, self.settings, planned)
-        recovery = Recovery(attempt=attempt, reason=reason, checkpoint=choice, started_at=started, planned=planned)
+        recovery = Recovery(
+            attempt=attempt,
+            reason=reason,
+            checkpoint=choice,
+            started_at=started,
+            planned=planned,
+            passed_over=passed_over,
+        )
         await self._save(
             stage=Stage.REPLACING,
             attempt=attempt,
@@ -367,11 +378,16 @@ class CellController:
             return self._reserved
         return reserve_attempt(cell, above, f"recovery-{secrets.token_hex(8)}"), started
 
-    async def _choice(self, record: CellRecord, planned: bool) -> Choice | None:
+    async def _choice(self, record: CellRecord, planned: bool) -> tuple[Choice | None, list[str]]:
+        """What to continue from, and what is passed over for it."""
+        said: list[str] = []
+
         async def passed_over(message: str) -> None:
+            said.append(message)
             await self._host.announce("Warning", "CheckpointUnusable", message)
 
-        return await choice_of(record, self.settings, self._open_store, passed_over, self._wall(), planned=planned)
+        choice = await choice_of(record, self.settings, self._open_store, passed_over, self._wall(), planned=planned)
+        return choice, record.passing_over(said)
 
     # ---- in service ---------------------------------------------------------------------------------------
 

@@ -15,6 +15,8 @@ from pydantic import BaseModel, ConfigDict
 from pydantic.alias_generators import to_camel
 
 KEPT_RECOVERIES = 20
+MOST_PASSED_OVER = 3  # of the newest checkpoints that a recovery could not continue from
+LONGEST_WHY = 200  # characters about one of them
 REFUSALS = 2  # of a checkpoint that could be read and not be installed; from then on it counts as refused
 
 
@@ -90,7 +92,8 @@ class OpenCheckpoint(_Part):
 
 class Recovery(_Part):
     """One replacement of the cell's processes; `seconds` until it ran again, None while it does not. `planned`: it
-    was asked for, nothing had died."""
+    was asked for, nothing had died. `passed_over`: newer checkpoints that it does not continue from, the first few,
+    each with why; of the cell's last recovery only."""
 
     attempt: int
     reason: str
@@ -98,6 +101,7 @@ class Recovery(_Part):
     started_at: float
     seconds: float | None = None
     planned: bool = False
+    passed_over: list[str] = []
 
 
 class Blocked(_Part):
@@ -151,9 +155,21 @@ class CellRecord(_Part):
     def with_recovery(self, recovery: Recovery, most: int) -> list[Recovery]:
         """The recoveries with one more, at most `most` (2 or more): the newest, and of the tries under way the one
         that was asked for. What comes of a death among them depends on it: many tries must not push it out."""
-        recoveries = [*self.recoveries, recovery]
+        before = [each.model_copy(update={"passed_over": []}) for each in self.recoveries]
+        recoveries = [*before, recovery]
         kept, asked = recoveries[-most:], _asked_for(recoveries)
         return kept if asked is None or asked in kept else [asked, *kept[1:]]
+
+    def passing_over(self, why: Sequence[str]) -> list[str]:
+        """What the recovery under way has passed over, and this: another try goes on where the one before ended."""
+        last = self.recoveries[-1] if self.recoveries else None
+        known = last.passed_over if last is not None and last.seconds is None else []
+        return list(dict.fromkeys([*known, *(each[:LONGEST_WHY] for each in why)]))[:MOST_PASSED_OVER]
+
+    def with_refusal(self, why: str) -> list[Recovery]:
+        """The recoveries, the last of which did not get its checkpoint installed."""
+        last = [each.model_copy(update={"passed_over": self.passing_over([why])}) for each in self.recoveries[-1:]]
+        return [*self.recoveries[:-1], *last]
 
     def chosen_but(self, refused: Choice) -> Chosen | None:
         """What was asked for, unless it is this."""

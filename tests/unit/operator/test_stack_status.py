@@ -132,6 +132,17 @@ def test_a_stack_in_service() -> None:
             "False RestartedFromInput: attempt 1 continues from the input",
         ),
         (
+            CellRecord(
+                stage=Stage.RUNNING,
+                attempt=1,
+                recoveries=[recovery(2.5).model_copy(update={"passed_over": ["two is damaged", "three as well"]})],
+            ),
+            "Running",
+            "Running",
+            "True Running",
+            "False Recovered: attempt 1 continues from checkpoint one; two is damaged; three as well",
+        ),
+        (
             CellRecord(stage=Stage.STALLED, attempt=1, failures=6, recoveries=[recovery(None)]),
             "Failed",
             "Failed",
