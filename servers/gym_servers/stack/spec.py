@@ -130,7 +130,8 @@ class ServerSpec(WireModel):
     ]
     """A server that the image brings, such as simple-agent, or package.module:Class of your own image."""
     config: Annotated[dict[str, Any], Field(default_factory=dict, max_length=64, json_schema_extra=FREE_OBJECT)]
-    """The server's own settings; "{cell}" in a text stands for the number of the cell. Not for secrets."""
+    """The server's own settings; "{cell}" in a text stands for the number of the cell. Not for secrets. At most 960
+    KiB, that of all servers together."""
     resources: ContainerResources | None = None
     """Compute resources of the server's container."""
 

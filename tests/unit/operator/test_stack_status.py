@@ -15,9 +15,21 @@ from gym_operator.rules.cell_record import from_document, to_document
 from gym_operator.rules.drain import Drain
 from gym_operator.rules.observed import CellSeen, Observed, Storage
 from gym_operator.rules.pod_state import PodState
-from gym_operator.rules.spec_check import Problem, check_stack
+from gym_operator.rules.spec_check import LARGEST_CONFIGS, Problem, check_stack
 from gym_operator.rules.stack_status import differs_in_progress_only, stack_status, warnings
-from gym_servers.coordination.record import CellRecord, Choice, OpenCheckpoint, Pin, Recovery, Stage, Stopped
+from gym_operator.rules.workloads import StackContext
+from gym_operator.rules.workloads.config import config_map
+from gym_servers.coordination.record import (
+    LONGEST_WHY,
+    MOST_PASSED_OVER,
+    CellRecord,
+    Choice,
+    OpenCheckpoint,
+    Pin,
+    Recovery,
+    Stage,
+    Stopped,
+)
 from gym_servers.protocol.messages import Report, Status
 from gym_servers.stack.spec import MAX_CELLS, Participant
 from gym_servers.storage.store import StorageProblem
@@ -386,7 +398,10 @@ def test_k16_a_status_of_the_most_cells_and_servers_fits_into_an_object() -> Non
     record = CellRecord(
         stage=Stage.RUNNING,
         pins={name: Pin(incarnation="u" * 36 + "/containerd://" + "c" * 64, session="s" * 32) for name in names},
-        recoveries=[recovery(1.0, long)] * 2,
+        recoveries=[
+            recovery(1.0, long),
+            recovery(1.0, long).model_copy(update={"passed_over": ["w" * LONGEST_WHY] * MOST_PASSED_OVER}),
+        ],
     )
     whole = cell(
         record,
@@ -430,3 +445,41 @@ def test_server_names_are_checked_beyond_the_schema(spec_document: dict[str, Any
     found = check_stack(body)
     assert isinstance(found, Problem)
     assert "exactly one server of kind model" in found.message
+
+
+def test_k16_more_config_than_a_config_map_holds_is_refused_and_its_servers_are_named(
+    spec_document: dict[str, Any], context: Callable[[dict[str, Any]], StackContext]
+) -> None:
+    body = {"metadata": {"name": "demo", "namespace": "team", "uid": "u"}, "spec": spec_document}
+    names = {server["name"]: server for server in spec_document["servers"]}
+    names["agent"]["config"] = {"prompt": "p" * 500 * 1024}
+    names["env"]["config"] = {"note": "n" * 1024}
+    names["counter"]["config"] = {
+        "numbers": [[1]] * 15_000
+    }  # of 75 KB, and several times as much where it is laid out
+    assert not isinstance(check_stack(body), Problem)
+    held = config_map(context(spec_document))["data"]
+    assert 900 * 1024 < sum(len(text.encode()) for text in held.values()) < 1024 * 1024
+    names["counter"]["config"] = {"numbers": [[1]] * 20_000}
+    found = check_stack(body)
+    assert isinstance(found, Problem)
+    assert found.reason == ConditionReason.INVALID_SPEC
+    assert "keep less of it in server counter (527 KiB), such as" in found.message
+    names["agent"]["config"] = {"prompt": "p" * 1000 * 1024}
+    found = check_stack(body)
+    assert isinstance(found, Problem)
+    assert "keep less of it in server agent (1000 KiB), such as" in found.message, "the largest; the rest would fit"
+
+
+def test_k16_what_is_not_config_has_room_beside_it(
+    spec_document: dict[str, Any], context: Callable[[dict[str, Any]], StackContext]
+) -> None:
+    """As many servers as there may be, with names as long as they may be."""
+    servers = spec_document["servers"]
+    for server in servers:
+        server["name"] = f"{server['name']:x<30}"
+    more = [
+        {"name": f"{f'tool{n}':x<30}", "kind": "resources", "server": "counter"} for n in range(16 - len(servers))
+    ]
+    held = config_map(context({**spec_document, "servers": [*servers, *more]}))["data"]
+    assert sum(len(text.encode()) for text in held.values()) < 1024 * 1024 - LARGEST_CONFIGS
