@@ -36,6 +36,10 @@ def of_another(uri: str, to: Path) -> tuple[str, str]:
     return str(to), sha256(document)
 
 
+def damage(uri: str) -> None:
+    next(Path(uri).rglob("pack*")).write_bytes(b"x")
+
+
 # ---- what is chosen ----------------------------------------------------------------------------------------
 
 
@@ -85,6 +89,30 @@ async def test_by_a_label_such_as_the_trainers_step(tmp_path: Path) -> None:
         status = await final(rig, "back", "Succeeded")
         assert status["checkpoint"]["id"] == wanted["checkpointID"]
         await to_the_end(rig)
+
+
+async def test_k12_of_those_with_a_label_the_next_older_one_is_taken_where_the_newest_is_damaged(
+    tmp_path: Path,
+) -> None:
+    async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
+        await taken(rig, "another")
+        older = await taken(rig, "older", labels={"step": "7"})
+        newest = await taken(rig, "newest", labels={"step": "7"})
+        damage(newest["uri"])
+        restore(rig, labels={"step": "7"})
+        status = await final(rig, "back", "Succeeded")
+        assert status["checkpoint"]["id"] == older["checkpointID"]
+        assert [each["uri"] for each in status["passedOver"]] == [newest["uri"]]
+        assert f"{newest['uri']} was passed over: pack " in status["message"]
+        assert len(rig.events("CheckpointUnusable")) == 1
+        assert sources(rig) == [older["checkpointID"]]
+        pods = rig.pods()
+        damage(older["uri"])
+        restore(rig, "again", labels={"step": "7"})
+        status = await final(rig, "again", "Failed")
+        assert status["reason"] == "SourceInvalid"
+        assert newest["uri"] in status["message"] and older["uri"] in status["message"]
+        assert rig.pods() == pods, "no server was disturbed, and nothing without the label was taken"
 
 
 async def test_records_of_another_stack_restore_into_this_one_by_place_and_digest(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ RestorePhase = Literal["Pending", "Restoring", "Succeeded", "Failed"]
 RESTORE_TERMINAL: Final[frozenset[RestorePhase]] = frozenset({"Succeeded", "Failed"})
 MAX_CONTINUED: Final = 100
 """How many continued rollouts a status names; `continuedCount` counts all."""
+MAX_PASSED_OVER: Final = 8
+"""How many checkpoints whose data is not whole a restore by labels passes over, before it fails."""
 
 _ONE_SOURCE: Final = (
     "write exactly one of checkpointRef, such as {name: counter-1}, uri and digest, and labels, such as {step: '120'}"
@@ -101,6 +103,15 @@ class RestoreCell(StatusModel):
     """The cell attempt that began with it; absent before it has begun."""
 
 
+class PassedOver(StatusModel):
+    """A checkpoint with the labels whose data is not whole."""
+
+    uri: Uri
+    """Where it is; of one with several cells, the part of the first."""
+    message: Annotated[str, StringConstraints(max_length=256)]
+    """What is wrong with it, for people."""
+
+
 class Continued(StatusModel):
     """A rollout that continues from the checkpoint."""
 
@@ -128,6 +139,8 @@ class RestoreStatus(StatusModel):
     cells: Annotated[tuple[RestoreCell, ...], Field(max_length=64, json_schema_extra=list_map("index"))] = ()
     """Each cell's part, from when it was chosen; all are needed to succeed. Its data is held until the restore is
     done."""
+    passed_over: Annotated[tuple[PassedOver, ...], Field(max_length=MAX_PASSED_OVER)] = ()
+    """Newer checkpoints with the labels, whose data is not whole: the next older one is restored instead."""
     continued_count: Count = 0
     """Rollouts that continue from the checkpoint. Of those whose row is durable already the row stands."""
     continued: Annotated[tuple[Continued, ...], Field(max_length=MAX_CONTINUED)] = ()

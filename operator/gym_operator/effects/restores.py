@@ -143,7 +143,7 @@ class Restores:
         try:
             parts = await self._reading
         except ProtocolError as error:
-            return await self._fail(writer, ConditionReason.SOURCE_INVALID, error.detail)
+            return await self._not_whole(writer, restore, error.detail)
         except StorageError as error:
             return await self._trouble(writer, error.problem, str(error))
         self._troubled = None
@@ -154,12 +154,15 @@ class Restores:
     async def _begin_reading(self, writer: RestoreWriter, restore: GymRestore) -> bool:
         if self._monotonic() < self._due:
             return True
+        passed = restore.status.passed_over
         match await self._resolve(restore):
             case rules.Found(places):
                 # Before it is read: from then on nobody removes it, however long the restore has to wait.
                 await writer.put(rules.choosing(writer.status, places, writer.generation, self._wall()))
                 self._read_beside(writer.uid, places)
                 return True
+            case rules.Wait() if passed:
+                return await self._fail(writer, ConditionReason.SOURCE_INVALID, rules.none_whole(passed))
             case rules.Refuse(reason, message):
                 return await self._fail(writer, reason, message)
             case rules.Wait(reason, message, patient):
@@ -180,10 +183,24 @@ class Restores:
                 return rules.by_checkpoint(await self._kube.get(CHECKPOINTS, self._stack.namespace, name), name)
             except NotFound:
                 return rules.by_checkpoint(None, name)
-        search = rules.Labelled(spec.labels or {}, self._stack.name, self._uid)
+        passed = frozenset(each.uri for each in restore.status.passed_over)
+        search = rules.Labelled(spec.labels or {}, self._stack.name, self._uid, passed)
         async for page in self._kube.pages(CHECKPOINTS, self._stack.namespace):
             search = search.seen(page.items)
         return search.found()
+
+    async def _not_whole(self, writer: RestoreWriter, restore: GymRestore, why: str) -> bool:
+        """Of those with the labels that were asked for the next older one is tried, as after a death; whoever names
+        one gets that one or none."""
+        told = (
+            rules.passing_over(writer.status, why, writer.generation, self._wall()) if restore.spec.labels else None
+        )
+        if told is None:
+            return await self._fail(writer, ConditionReason.SOURCE_INVALID, why)
+        self._reading = None
+        await writer.put(told)
+        self._events.say(_subject(writer), "Warning", "CheckpointUnusable", told.message or "")
+        return True
 
     def _read_beside(self, uid: str, places: Sequence[rules.Place], *, whole: bool = True) -> None:
         self.close()  # it may be of one that is not there any more
@@ -358,10 +375,13 @@ class Restores:
     async def _end(self, writer: RestoreWriter, status: RestoreStatus) -> bool:
         await writer.put(status)
         self._reading = self._troubled = None
-        subject = Subject(names.RESTORE_KIND, writer.namespace, writer.name, writer.uid)
         level: Level = "Normal" if status.phase == "Succeeded" else "Warning"
-        self._events.say(subject, level, status.reason or "Unknown", status.message or "")
+        self._events.say(_subject(writer), level, status.reason or "Unknown", status.message or "")
         return False
+
+
+def _subject(writer: RestoreWriter) -> Subject:
+    return Subject(names.RESTORE_KIND, writer.namespace, writer.name, writer.uid)
 
 
 def _into(parts: Parts, cells: Mapping[int, object]) -> Parts | None:

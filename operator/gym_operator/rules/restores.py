@@ -10,8 +10,10 @@ from gym_operator.api.conditions import ConditionReason, ConditionStatus, Condit
 from gym_operator.api.objects import clip, format_time
 from gym_operator.api.restore import (
     MAX_CONTINUED,
+    MAX_PASSED_OVER,
     RESTORE_TERMINAL,
     Continued,
+    PassedOver,
     RestoreCell,
     RestoredCheckpoint,
     RestorePhase,
@@ -105,12 +107,13 @@ def by_checkpoint(body: Mapping[str, Any] | None, name: str) -> Found | Wait | R
 @dataclass(frozen=True)
 class Labelled:
     """The search for the newest checkpoint of a stack that has these labels in its spec, from one page of
-    GymCheckpoints to the next: `newest` is the best so far, and nothing else is kept. `coming` is the name of one
-    that has them and is not finished, empty where there is none."""
+    GymCheckpoints to the next: `newest` is the best so far, and nothing else is kept. Those at the places `but` count
+    for nothing. `coming` is the name of one that has them and is not finished, empty where there is none."""
 
     labels: Mapping[str, str]
     stack: str
     stack_uid: str
+    but: frozenset[str] = frozenset()
     newest: Mapping[str, Any] | None = None
     coming: str = ""
 
@@ -121,6 +124,7 @@ class Labelled:
             for body in bodies
             if self.labels.items() <= ((body.get("spec") or {}).get("labels") or {}).items()
             and _stays(body, self.stack)
+            and self.but.isdisjoint(part.uri for part in entry_of(body).parts)
         ]
         best = having if self.newest is None else [self.newest, *having]
         coming = next((body["metadata"]["name"] for body in having if not entry_of(body).over), "")
@@ -280,15 +284,34 @@ def choosing(status: RestoreStatus, places: Sequence[Place], generation: int, no
     return told.model_copy(update={"cells": _parts(place for place in places if place.cell is not None)})
 
 
+def passing_over(status: RestoreStatus, why: str, generation: int, now: float) -> RestoreStatus | None:
+    """That the data of the checkpoint that was chosen is not whole: the next older one with the labels is looked for.
+    None where that was so too often, or none was chosen."""
+    if not status.cells or len(status.passed_over) == MAX_PASSED_OVER:
+        return None
+    passed = PassedOver(uri=status.cells[0].uri, message=clip(why, 256))
+    told = waiting(status, ConditionReason.IN_PROGRESS, f"passes over {passed.uri}: {why}", generation, now)
+    return told.model_copy(update={"cells": (), "passed_over": (*status.passed_over, passed)})
+
+
+def none_whole(passed: Sequence[PassedOver]) -> str:
+    """That of no checkpoint with the labels the data is whole."""
+    return (
+        f"the data of no checkpoint with these labels is whole: {'; '.join(f'{p.uri}: {p.message}' for p in passed)}"
+    )
+
+
 def restoring(
     status: RestoreStatus, checkpoint: RestoredCheckpoint, places: Sequence[Place], generation: int, now: float
 ) -> RestoreStatus:
     """Under way; no cell has begun yet."""
-    message = f"the servers are replaced, and continue from checkpoint {checkpoint.name}"
+    message = f"the servers are replaced, and continue from checkpoint {checkpoint.name}{_passed(status)}"
     told = _told(status, "Restoring", ConditionReason.RESTORING, message, generation, now)
-    return told.model_copy(
-        update={"checkpoint": checkpoint, "start_time": format_time(now), "cells": _parts(places)}
-    )
+    return told.model_copy(update={"checkpoint": checkpoint, "start_time": format_time(now), "cells": _parts(places)})
+
+
+def _passed(status: RestoreStatus) -> str:
+    return "".join(f"; {each.uri} was passed over: {each.message}" for each in status.passed_over)
 
 
 def _parts(places: Iterable[Place]) -> tuple[RestoreCell, ...]:
@@ -304,7 +327,7 @@ def begun(status: RestoreStatus, attempts: Mapping[int, int | None]) -> RestoreS
 def succeeded(status: RestoreStatus, going_on: Sequence[Continued], generation: int, now: float) -> RestoreStatus:
     """The stack continues from the checkpoint."""
     name = status.checkpoint.name if status.checkpoint is not None else ""
-    message = f"{len(going_on)} rollouts continue from checkpoint {name}"
+    message = f"{len(going_on)} rollouts continue from checkpoint {name}{_passed(status)}"
     told = _told(status, "Succeeded", ConditionReason.RESTORED, message, generation, now)
     return told.model_copy(
         update={
