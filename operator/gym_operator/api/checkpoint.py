@@ -242,7 +242,9 @@ class Blocker(StatusModel):
     where: Annotated[str, StringConstraints(max_length=256)] = ""
     """Where it stands."""
     age_seconds: Seconds = 0
-    """For how long."""
+    """For how long, by the time at which the checkpoint failed."""
+    since: Timestamp | None = None
+    """Since when, while the checkpoint waits for it."""
 
 
 class CheckpointStatus(StatusModel):

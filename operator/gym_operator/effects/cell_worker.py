@@ -33,6 +33,7 @@ from gym_servers.coordination import decide
 from gym_servers.coordination.cell_host import CellSettings, View
 from gym_servers.coordination.controller import CellController
 from gym_servers.coordination.record import CellRecord, Stage, tried_again
+from gym_servers.protocol.messages import Status
 from gym_servers.stack.spec import Participant
 from gym_servers.storage.store import StorageError
 
@@ -207,6 +208,11 @@ class CellWorker:
             storage_ok=self._p.storage.state.ok is True,
         )
 
+    @property
+    def statuses(self) -> dict[str, Status]:
+        """What its participants said at the last look, of those that answered."""
+        return {name: one.status for name, one in self.view.seen.items() if one.status} if self.view else {}
+
     def seen(self) -> CellSeen:
         """The cell, as it was seen last."""
         record, view = self.record, self.view
@@ -217,7 +223,7 @@ class CellWorker:
         return CellSeen(
             index=self.index,
             pods=self._host.pods(),
-            statuses={name: one.status for name, one in view.seen.items() if one.status} if view else {},
+            statuses=self.statuses,
             record=record if self._orders is None or self._orders.settings is not None else None,
             waits=self._waits if not running or unheard or view is None else "",
             stopping=stopping,

@@ -85,6 +85,11 @@ class Part:
         return phases.Which(self.index, self.among, self.origin)
 
     @property
+    def takers(self) -> set[str]:
+        """The names of those that take part, once it has begun."""
+        return {each.name for each in phases.part_of(self.writer.status, self.index).participants}
+
+    @property
     def at(self) -> phases.At:
         return phases.At(self.writer.generation, self.wall())
 

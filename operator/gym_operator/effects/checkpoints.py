@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Literal
 
@@ -34,6 +34,7 @@ from gym_operator.rules.pod_state import PodState
 from gym_servers.coordination.checkpoint import CheckpointFailed, Outcome
 from gym_servers.coordination.controller import CellController
 from gym_servers.coordination.record import CellRecord
+from gym_servers.protocol.messages import Status
 from gym_servers.stack.durations import parse_duration
 from gym_servers.stack.spec import Participant, SpecError
 from gym_servers.storage.manifest import Publication
@@ -43,6 +44,9 @@ log = logging.getLogger(__name__)
 
 RESOLVE_SECONDS: Final = 5.0
 """Between tries to learn from storage what became of a checkpoint."""
+BLOCKERS_SECONDS: Final = 10.0
+"""Before a checkpoint that is being prepared says what it waits for, and again where that has changed: most are
+prepared sooner, and what many rollouts are at changes with each look."""
 
 CellOrder = Literal["OneByOne", "Together"]
 Work = Callable[[], Coroutine[Any, Any, parts.End]]
@@ -51,11 +55,12 @@ Work = Callable[[], Coroutine[Any, Any, parts.End]]
 @dataclass(frozen=True)
 class Side:
     """A cell's side of the queue. `controller` is None where nobody coordinates the cell now; `pinned` are the
-    processes that would take part."""
+    processes that would take part, `statuses` what they said last."""
 
     situation: queue.Situation
     controller: CellController | None
     pinned: Callable[[], Sequence[phases.Pinned]]
+    statuses: Mapping[str, Status] = field(default_factory=dict)
 
 
 _DELETED: Final = (ConditionReason.DELETED.value, "the GymCheckpoint was deleted before it was finished")
@@ -74,11 +79,13 @@ _GONE: Final = Side(
 
 @dataclass
 class _UnderWay:
-    """A part that is being taken or resolved. `closing` stops it, where nobody wants it any more."""
+    """A part that is being taken or resolved. `told`: when it began, or said last what it waits for. `closing` stops
+    it, where nobody wants it any more."""
 
     part: Part
     task: asyncio.Task[None]
     controller: CellController | None
+    told: float
     closing: asyncio.Task[None] | None = None
 
 
@@ -146,6 +153,7 @@ class Checkpoints:
                 await self._give_up(writer, ConditionReason.INVALID_SPEC, str(error))
                 continue
             await self._advance(writer, checkpoint, cells, order)
+            await self._tell_what_holds_up(cells)
             if writer.status.phase not in TERMINAL:
                 active = writer.name if self._under_way or phases.has_begun(writer.status) else None
                 break  # one at a time: the others wait for this one
@@ -208,6 +216,19 @@ class Checkpoints:
         for part, why, message in held:
             await self._write(writer, _waiting(part, why, message))
 
+    async def _tell_what_holds_up(self, cells: Mapping[int, Side]) -> None:
+        """Let the status name what the parts that are being prepared wait for. Raises KubeError, Superseded."""
+        now = self._monotonic()
+        for found in list(self._under_way.values()):
+            part, side = found.part, cells.get(found.part.index, _GONE)
+            if now - found.told < BLOCKERS_SECONDS or not part.takers <= side.statuses.keys():
+                continue  # of whoever does not answer nobody knows what it waits for
+            blockers = phases.waited_for(side.statuses, part.id)
+            before = part.writer.status
+            await self._write(part.writer, partial(phases.held_up, which=part.which, blockers=blockers, at=part.at))
+            if part.writer.status is not before:
+                found.told = now
+
     def _hindered(self, part: Part, situation: queue.Situation, hindered: bool) -> float:
         """For how many seconds time has run against a part, since its cell's record has said of it what it says."""
         is_open = situation.open_id == part.id
@@ -266,7 +287,7 @@ class Checkpoints:
 
         task = asyncio.create_task(run())
         task.add_done_callback(lambda _: self._wake(part.index))
-        self._under_way[part.index] = _UnderWay(part, task, controller)
+        self._under_way[part.index] = _UnderWay(part, task, controller, self._monotonic())
         self._wake(part.index)  # what goes on in a cell is looked at more often
 
     def _resolve(self, part: Part) -> None:

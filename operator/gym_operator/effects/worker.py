@@ -527,7 +527,9 @@ class StackWorker:
             elsewhere=cell.stands_by,
             given_up=bool(record and record.open and record.open.given_up),
         )
-        return Side(situation, cell.controller, lambda: pins(record, participants, self._pods.of(cell.index)))
+        return Side(
+            situation, cell.controller, lambda: pins(record, participants, self._pods.of(cell.index)), cell.statuses
+        )
 
     def _obstacle(self, stack: GymStack, problem: Problem | None) -> Obstacle | None:
         """What only a person can mend."""

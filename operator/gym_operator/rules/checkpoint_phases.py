@@ -26,6 +26,8 @@ from gym_operator.api.conditions import AnyReason, ConditionReason, ConditionSta
 from gym_operator.api.objects import clip, format_time
 from gym_operator.rules.conditions import put
 from gym_servers.protocol.messages import Blocker as ProtocolBlocker
+from gym_servers.protocol.messages import Status
+from gym_servers.protocol.phases import Phase
 from gym_servers.stack.settings import ParticipantKind
 from gym_servers.storage.manifest import Publication
 
@@ -155,10 +157,38 @@ def under_way(
         uri=uri,
         participants=participants,
     )
+    if phase != "Preparing":
+        status = _with_blockers(status, which.index, ())
     begun = status.model_copy(update={"checkpoint_id": id, "start_time": status.start_time or format_time(at.now)})
     if which.origin is not None:
         begun = begun.model_copy(update={"stack_uid": which.origin.stack_uid, "storage": dict(which.origin.storage)})
     return _concluded(_with(begun, which, part), at)
+
+
+def waited_for(statuses: Mapping[str, Status], id: str) -> list[tuple[str, ProtocolBlocker]]:
+    """What the participants that a checkpoint is preparing say that they wait for."""
+    return [
+        (name, blocker)
+        for name, status in statuses.items()
+        if status.phase == Phase.PREPARING and status.checkpoint_id == id
+        for blocker in status.report.blockers
+    ]
+
+
+def held_up(
+    status: CheckpointStatus, which: Which, blockers: Sequence[tuple[str, ProtocolBlocker]], at: At
+) -> CheckpointStatus:
+    """What a part that is being prepared waits for. Another status only where that is something else than before:
+    it says since when, and need not be written for each second that goes by."""
+    if part_of(status, which.index).phase != "Preparing":
+        return status
+    known = {_identity(each): each for each in status.blockers}
+    mine = [
+        _blocker(which.index, participant, blocker, since=format_time(at.now - max(0.0, blocker.age_seconds)))
+        for participant, blocker in blockers
+    ]
+    told = _with_blockers(status, which.index, [known.get(_identity(each), each) for each in mine])
+    return status if {_identity(each) for each in told.blockers} == known.keys() else told
 
 
 def part_succeeded(
@@ -195,7 +225,7 @@ def part_succeeded(
         pause_seconds=None if pause_seconds is None else round(pause_seconds, 3),
         participants=tuple(participants),
     )
-    restarts = status.model_copy(
+    restarts = _with_blockers(status, which.index, ()).model_copy(
         update={
             "restart_count": status.restart_count + len(publication.restarts),
             "restarts": (*status.restarts, *publication.restarts)[:MAX_RESTARTS],
@@ -226,18 +256,26 @@ def part_failed(
     if before.phase == "Failed":
         return status
     part = _moved(before, "Failed", reason=reason[:128], message=clip(message, MAX_PART_MESSAGE))
-    named = tuple(
-        Blocker(
-            cell=which.index,
-            participant=participant,
-            id=blocker.id[:256],
-            where=blocker.where[:256],
-            age_seconds=round(max(0.0, blocker.age_seconds), 3),
-        )
-        for participant, blocker in blockers[:MAX_BLOCKERS]
-    )
-    blocked = status.model_copy(update={"blockers": (*status.blockers, *named)[:MAX_BLOCKERS]})
-    return _concluded(_with(blocked, which, part), at)
+    named = [
+        _blocker(which.index, participant, blocker, age_seconds=round(max(0.0, blocker.age_seconds), 3))
+        for participant, blocker in blockers
+    ]
+    return _concluded(_with(_with_blockers(status, which.index, named), which, part), at)
+
+
+def _blocker(cell: int, participant: str, blocker: ProtocolBlocker, **age: Any) -> Blocker:
+    return Blocker(cell=cell, participant=participant, id=blocker.id[:256], where=blocker.where[:256], **age)
+
+
+def _identity(blocker: Blocker) -> tuple[int, str, str, str]:
+    """What makes it the same, however long it has been there."""
+    return blocker.cell, blocker.participant, blocker.id, blocker.where
+
+
+def _with_blockers(status: CheckpointStatus, cell: int, blockers: Sequence[Blocker]) -> CheckpointStatus:
+    """The status with these of a cell, and those of the others."""
+    others = (each for each in status.blockers if each.cell != cell)
+    return status.model_copy(update={"blockers": (*others, *blockers)[:MAX_BLOCKERS]})
 
 
 def failed(status: CheckpointStatus, reason: str, message: str, at: At) -> CheckpointStatus:
@@ -246,7 +284,9 @@ def failed(status: CheckpointStatus, reason: str, message: str, at: At) -> Check
         part if part.phase in TERMINAL else _moved(part, "Failed", reason=reason[:128], message=None)
         for part in status.cells
     )
-    told = _told(status.model_copy(update={"cells": parts}), "Failed", reason, message, at)
+    waited_for_in_vain = tuple(each for each in status.blockers if each.since is None)
+    left = status.model_copy(update={"cells": parts, "blockers": waited_for_in_vain})
+    told = _told(left, "Failed", reason, message, at)
     return told.model_copy(update={"completion_time": format_time(at.now)})
 
 

@@ -14,7 +14,7 @@ from gym_operator.api.conditions import ConditionReason, ConditionType, get_cond
 from gym_operator.rules import checkpoint_phases as phases
 from gym_operator.rules import checkpoint_queue as queue
 from gym_servers.coordination.record import Stage
-from gym_servers.protocol.messages import Blocker
+from gym_servers.protocol.messages import Blocker, Report, Status
 from gym_servers.storage.manifest import CodeIdentity, Member, Publication
 from gym_servers.storage.store import StorageProblem
 
@@ -166,6 +166,59 @@ def test_a_failure_is_stalled_for_tools_and_explained_for_people() -> None:
     assert succeeded and succeeded.status == "False"
     assert stalled and stalled.status == "True"
     assert stalled.reason == "PrepareTimeout"
+
+
+def test_what_a_checkpoint_waits_for_is_another_status_only_where_it_is_something_else() -> None:
+    def waits(*blockers: Blocker, cell: int = 0, before: CheckpointStatus, after: float = 0.0) -> CheckpointStatus:
+        which, told = phases.Which(cell, (0, 1)), [("env", each) for each in blockers]
+        return phases.held_up(before, which, told, phases.At(1, NOW + after))
+
+    def names(status: CheckpointStatus) -> list[tuple[int, str, str, str | None]]:
+        return [(each.cell, each.id, each.where, each.since) for each in status.blockers]
+
+    both = begin(begin(status(), "Preparing", 0, (0, 1)), "Preparing", 1, (0, 1))
+    first = waits(Blocker(id="r-1", where="verify", age_seconds=10), before=both)
+    assert names(first) == [(0, "r-1", "verify", "2027-01-15T07:59:50Z")]
+    assert waits(Blocker(id="r-1", where="verify", age_seconds=71.3), before=first, after=60) is first
+    two = [Blocker(id="r-2", where="", age_seconds=0), Blocker(id="r-1", where="verify", age_seconds=71.3)]
+    second = waits(*two, before=first, after=60)
+    assert names(second) == [(0, "r-2", "", "2027-01-15T08:01:00Z"), (0, "r-1", "verify", "2027-01-15T07:59:50Z")]
+    assert waits(*reversed(two), before=second, after=60) is second, "in whatever order"
+    other = waits(Blocker(id="r-9", where="verify", age_seconds=0), before=second, cell=1)
+    assert names(other) == [*names(second), (1, "r-9", "verify", "2027-01-15T08:00:00Z")]
+    assert names(waits(before=other)) == names(other)[2:]
+    assert names(begin(other, "Committing", 0, (0, 1))) == names(other)[2:], "nothing is waited for any more"
+    assert len(waits(*[Blocker(id=str(n), where="", age_seconds=0) for n in range(150)], before=both).blockers) == 100
+    late = begin(both, "Committing", 0, (0, 1))
+    assert waits(*two, before=late) is late, "it was asked too late"
+    lost = phases.part_failed(other, phases.Which(0, (0, 1)), "PrepareTimeout", "no", AT, [("env", two[1])])
+    assert [(each.cell, each.id, each.age_seconds, each.since is None) for each in lost.blockers] == [
+        (1, "r-9", 0, False),
+        (0, "r-1", 71.3, True),
+    ]
+    assert names(phases.failed(lost, "StackNotFound", "gone", AT)) == [(0, "r-1", "verify", None)]
+
+
+def test_what_is_waited_for_is_what_those_say_that_are_being_prepared_for_it() -> None:
+    def said(phase: str, id: str | None, *blockers: str) -> Status:
+        report = Report(ready=not blockers, blockers=[Blocker(id=each, where="", age_seconds=1) for each in blockers])
+        return Status(
+            kind="agent",
+            instance="a",
+            session="s",
+            phase=phase,
+            cell_attempt=0,
+            checkpoint_id=id,
+            report=report,
+        )
+
+    statuses = {
+        "a": said("preparing", "mine", "r-1", "r-2"),
+        "b": said("prepared", "mine", "r-3"),
+        "c": said("preparing", "another", "r-4"),
+        "d": said("idle", None, "r-5"),
+    }
+    assert [(name, each.id) for name, each in phases.waited_for(statuses, "mine")] == [("a", "r-1"), ("a", "r-2")]
 
 
 def test_a_success_says_what_was_kept() -> None:

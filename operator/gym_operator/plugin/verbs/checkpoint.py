@@ -36,7 +36,7 @@ async def checkpoint(
         return
     done = await until_final(cluster, screen, made, CHECKPOINTS, TERMINAL, views.progress_of, wait)
     if done["status"]["phase"] != "Succeeded":
-        if table := rendered([blocker_table(views.blockers_of(done))]):
+        if table := rendered([blocker_table(views.blockers_of(done), cluster.wall())]):
             screen.tell(table)
         raise NotDone(f"checkpoint {done['metadata']['name']} failed: {views.failure_of(done)}")
     screen.line(f"checkpoint {done['metadata']['name']} succeeded: {views.outcome_of(done)}")

@@ -50,7 +50,7 @@ def tables_of(document: Document, now: float, *, wide: bool) -> list[Table]:
     told = [_stack_table(document, cells, now), _cell_table(cells, now)]
     if wide:
         told.append(_participant_table(cells))
-    return [*told, _checkpoint_table(document), _blocker_table(document), _trouble_table(document)]
+    return [*told, _checkpoint_table(document), _blocker_table(document, now), _trouble_table(document)]
 
 
 def is_under_way(body: Mapping[str, Any]) -> bool:
@@ -147,16 +147,17 @@ def _checkpoint_table(document: Document) -> Table:
     return Table(("CHECKPOINT", "PHASE", "REASON", "MESSAGE"), rows)
 
 
-def _blocker_table(document: Document) -> Table:
-    return blocker_table([blocker for each in document["checkpoints"] for blocker in each["blockers"]])
+def _blocker_table(document: Document, now: float) -> Table:
+    return blocker_table([blocker for each in document["checkpoints"] for blocker in each["blockers"]], now)
 
 
-def blocker_table(blockers: Iterable[Mapping[str, Any]]) -> Table:
-    """What a checkpoint waits for, or failed to wait for, as its status has it."""
-    rows = [
-        [b["id"], str(b.get("cell", 0)), b["participant"], b.get("where", ""), age(b.get("ageSeconds", 0))]
-        for b in blockers
-    ]
+def blocker_table(blockers: Iterable[Mapping[str, Any]], now: float) -> Table:
+    """What a checkpoint waits for, or failed to wait for, as its status has it. `now` in Unix seconds."""
+
+    def seconds(blocker: Mapping[str, Any]) -> float:
+        return now - parse_time(blocker["since"]) if "since" in blocker else float(blocker.get("ageSeconds", 0))
+
+    rows = [[b["id"], str(b.get("cell", 0)), b["participant"], b.get("where", ""), age(seconds(b))] for b in blockers]
     return Table(("BLOCKER", "CELL", "PARTICIPANT", "WHERE", "AGE"), rows)
 
 

@@ -68,12 +68,14 @@ def test_a_wide_page_has_each_participant() -> None:
 def test_what_is_under_way_and_what_holds_it_up() -> None:
     blocker = {"participant": "agent", "id": "7-0", "where": "verify", "ageSeconds": 130.2, "cell": 1}
     other = checkpoint("other", "Preparing", stack="another", blockers=[blocker])
-    taken = checkpoint("now", "Preparing", blockers=[blocker], reason="InProgress", message="waits for 7-0")
+    waiting = {"participant": "agent", "id": "8-0", "since": format_time(NOW - 40)}
+    taken = checkpoint("now", "Preparing", blockers=[blocker, waiting], reason="InProgress", message="waits for 7-0")
     told = page(stack(), other, taken, checkpoint("old", "Failed", -50), checkpoint("next", None, 5))
     lines = [line.split() for line in told.splitlines()]
     assert ["now", "Preparing", "InProgress", "waits", "for", "7-0"] in lines
     assert ["next", "Pending", "-", "-"] in lines
     assert ["7-0", "1", "agent", "verify", "2m"] in lines
+    assert ["8-0", "0", "agent", "-", "40s"] in lines
     assert "other" not in told and "old" not in told
 
 
