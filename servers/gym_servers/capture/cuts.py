@@ -10,12 +10,15 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Final, Protocol
 
 from gym_servers.capture.arrays import int32
 from gym_servers.capture.ledger import Prefix
-from gym_servers.capture.reasons import Reason, counted
+from gym_servers.capture.reasons import Reason, What, counted
 from gym_servers.capture.tokens import Frozen, Span, Tokens, joined
+
+OF_EVERY_CUT: Final = (What.CUT_KEPT, What.CUT_SKIPPED, What.CUT_FAILED, What.CUT_EMPTY, What.CUT_TOKENS)
+"""What the report of a cut says also where it is 0."""
 
 
 class InFlight(Protocol):
@@ -95,18 +98,18 @@ class Cut:
 def freeze(calls: Iterable[InFlight]) -> Cut:
     """Freeze every call. None is left out, and none can stop the others from being frozen."""
     prefixes: dict[str, list[Prefix]] = {}
-    counts = Counter[str](cut_kept=0, cut_skipped=0, cut_failed=0, cut_empty=0, cut_tokens=0)
+    counts = Counter[str](dict.fromkeys(OF_EVERY_CUT, 0))
     for call in calls:
         prefix = prefix_of(call)
         if prefix is None:
-            counts["cut_empty"] += 1
+            counts[What.CUT_EMPTY] += 1
             continue
         if not prefix.skipped:
-            counts.update(cut_kept=1, cut_tokens=len(prefix.tokens.ids))
+            counts.update({What.CUT_KEPT: 1, What.CUT_TOKENS: len(prefix.tokens.ids)})
         elif prefix.skipped == Reason.FAILED:
-            counts["cut_failed"] += 1
+            counts[What.CUT_FAILED] += 1
         else:
-            counts.update(counted("cut_skipped", prefix.skipped))
+            counts.update(counted(What.CUT_SKIPPED, prefix.skipped))
         prefixes.setdefault(call.key, []).append(prefix)
     return Cut(prefixes, counts)
 

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from gym_servers.capture.cuts import Cut, Standing, beyond, freeze, stand
 from gym_servers.capture.inventory import InventoryCall
 from gym_servers.capture.ledger import Prefix
+from gym_servers.capture.reasons import What
 from gym_servers.capture.tokens import Frozen
 from gym_servers.participants.gate import Gate
 from gym_servers.participants.model_call import Call
@@ -92,7 +93,7 @@ class Cutting:
         else:
             failed = sum(not _put_on(standing, call, starts[call], ticket, found) for ticket, call in streams.items())
         frozen = freeze(standing.values())
-        self._cut = Cut(frozen.prefixes, {**frozen.counts, "cut_engine_failed": failed})
+        self._cut = Cut(frozen.prefixes, {**frozen.counts, What.CUT_ENGINE_FAILED: failed})
         self._done(self._cut.counts)
 
 

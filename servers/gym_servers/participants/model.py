@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from gym_servers.capture.cuts import prefix_of
 from gym_servers.capture.ledger import CallRecord, Ledger, Prefix, decode, encode
-from gym_servers.capture.reasons import Reason, counted
+from gym_servers.capture.reasons import Reason, What, counted
 from gym_servers.capture.segments import Damaged
 from gym_servers.capture.store import Kept, LedgerStore, assembled, kept_of
 from gym_servers.capture.tokens import Tokens
@@ -96,7 +96,7 @@ class ModelParticipant(Participant):
         chain = parent.chain if parent is not None else ""
         replay = self._replayed(episode.key, asked, chain)
         if replay is not None:
-            self._tally["answered"] += 1
+            self._tally[What.ANSWERED] += 1
             return await self._again(episode, replay)
         call = Call(episode, asked, chain, budget=asked.budget, begun_anew=self._begun_anew)
         call.repeat = self._repeats(call)
@@ -144,15 +144,15 @@ class ModelParticipant(Participant):
             del self._prefixes[call.key]
         why = found.skipped or call.unfaithful or ("" if found.digest == call.digest else Reason.ANOTHER_REQUEST)
         if why:
-            self._tally.update(counted("regenerated", why))
+            self._tally.update(counted(What.REGENERATED, why))
             return
-        self._tally.update(continued=1, continued_tokens=len(found.tokens.ids))
+        self._tally.update({What.CONTINUED: 1, What.CONTINUED_TOKENS: len(found.tokens.ids)})
         call.prompt, call.tokens = found.prompt_ids, Tokens.after(found.tokens)
         call.budget = min(call.budget, len(found.tokens.ids) + found.remaining)
 
     def _begun_anew(self, reason: str) -> None:
         """The engine broke off what cannot go on behind its tokens."""
-        self._tally.update(counted("begun_anew", reason))
+        self._tally.update(counted(What.BEGUN_ANEW, reason))
 
     async def _deliver(self, call: Call, parent: Kept | None, generate: Generate) -> CallRecord:
         if parent is not None and self._ledgers.holds(call.key, parent):
@@ -170,7 +170,7 @@ class ModelParticipant(Participant):
         # Every waiter may be gone: an error nobody awaits is not a fault of ours.
         if not call.task.cancelled() and (error := call.task.exception()) is not None:
             if len(call.tokens):
-                self._tally.update(counted("dropped", Reason.ERROR))
+                self._tally.update(counted(What.DROPPED, Reason.ERROR))
             failures = self._failures.setdefault(call.key, [])
             failures.append(Failure(call.position, call.digest, str(error)[:500]))
             del failures[:-MOST_FAILURES]
@@ -204,10 +204,10 @@ class ModelParticipant(Participant):
             return
         prefix = prefix_of(call)
         if prefix is not None and prefix.skipped:
-            self._tally.update(counted("dropped", prefix.skipped))
+            self._tally.update(counted(What.DROPPED, prefix.skipped))
         elif prefix is not None:
             self._prefixes.setdefault(call.key, []).append(prefix)
-        self._tally["abandoned"] += 1
+        self._tally[What.ABANDONED] += 1
         call.stopping = True  # asked for again it is another call
         call.task.cancel()
 
@@ -284,7 +284,7 @@ class ModelParticipant(Participant):
     def _lose(self, lost: Mapping[str, str]) -> None:
         self.lost = frozenset(lost)
         if lost:
-            self._tally["ledgers_lost"] += len(lost)
+            self._tally[What.LEDGERS_LOST] += len(lost)
             named = "; ".join(f"{key}: {why}" for key, why in list(lost.items())[:MOST_NAMED])
             log.warning("a checkpoint does not continue what has lost its calls (%s): %s", len(lost), named)
 
@@ -346,7 +346,7 @@ class ModelParticipant(Participant):
     def _free(self, key: str) -> None:
         for prefix in self._prefixes.get(key, ()):
             if not prefix.skipped:
-                self._tally.update(counted("dropped", Reason.UNCLAIMED))
+                self._tally.update(counted(What.DROPPED, Reason.UNCLAIMED))
         self._ledgers.drop(key)
         for known in (self._prefixes, self._replays, self._failures):
             known.pop(key, None)
