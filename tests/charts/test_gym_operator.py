@@ -13,7 +13,9 @@ import yaml
 
 from gym_kit.chart_values import assert_documented
 from gym_operator import crds
+from gym_operator.effects.cache import Key
 from gym_operator.effects.metrics import Metrics
+from gym_operator.rules.generations import counts_of
 from gym_servers.storage.store import StorageProblem
 
 Render = Callable[..., dict[tuple[str, str], dict[str, Any]]]
@@ -211,8 +213,8 @@ def alerts(objects: dict[tuple[str, str], dict[str, Any]]) -> dict[str, dict[str
 
 
 def test_alerts_stand_on_numbers_that_the_operator_has(render: Render) -> None:
-    metrics = Metrics()
-    metrics.watch(lambda: iter([STACK]), lambda: {"stuck": [], "silentWatches": []})
+    metrics, counts = Metrics(), [(Key("team", "demo"), counts_of({}))]
+    metrics.watch(lambda: iter([STACK]), lambda: {"stuck": [], "silentWatches": []}, lambda: iter(counts))
     metrics.passed(1.0)
     metrics.refused("GET", 500)
     metrics.said("GymStack", "team", "Warning", "Recovering")

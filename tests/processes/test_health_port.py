@@ -15,7 +15,7 @@ async def test_it_has_health_and_numbers(ok: bool) -> None:
     (port,) = free_ports(1)
     found = {"ok": ok, "stacks": 0, "stuck": [], "silentWatches": []}
     metrics = Metrics()
-    metrics.watch(lambda: iter(()), lambda: found)
+    metrics.watch(lambda: iter(()), lambda: found, lambda: iter(()))
     async with serving_health(port, lambda: found, metrics), aiohttp.ClientSession() as client:
         async with client.get(f"http://127.0.0.1:{port}/healthz") as healthz:
             assert (healthz.status, await healthz.json()) == (200 if ok else 503, found)

@@ -27,6 +27,7 @@ from gym_operator.effects.status_writers import Gone, StackWriter, Superseded
 from gym_operator.effects.storage import StackStorage
 from gym_operator.rules import rollouts
 from gym_operator.rules.drain import BEGUN, drain, drain_told, running_in
+from gym_operator.rules.generations import Generations
 from gym_operator.rules.observed import CellSeen
 from gym_operator.rules.unasked import PREFIXES, SCALE_DOWN
 from gym_servers.coordination import decide
@@ -102,6 +103,7 @@ class Parts:
     storage: StackStorage
     checkpoints: Checkpoints
     restores: Restores
+    generations: Generations
 
 
 class CellWorker:
@@ -330,6 +332,7 @@ class CellWorker:
         await self._refresh()
         try:
             self.view = await self._look(controller)
+            self._count(self.view)
             await self._p.restores.fulfil(self.index, controller)
         except StorageError as error:
             self._p.storage.failed(error)
@@ -339,6 +342,12 @@ class CellWorker:
             log.debug("%s: %r", self, step)
             self._waits = step.reason if isinstance(step, decide.Wait) else ""
         self._listen(self.view)
+
+    def _count(self, view: View) -> None:
+        """Add up what its policy servers count."""
+        for name, one in view.seen.items():
+            if one.status is not None:
+                self._p.generations.hear(self.index, name, one.status)
 
     async def _look(self, controller: CellController) -> View:
         """One look. A death that it cannot know of yet breaks it off: a verb to the dead process, which is repeated

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -37,6 +37,7 @@ from gym_operator.effects.waits import Waits
 from gym_operator.effects.worker import DELETED, StackWorker
 from gym_operator.rules import checkpoint_phases, checkpoint_queue
 from gym_operator.rules import restores as restore_rules
+from gym_operator.rules.generations import Series
 from gym_operator.rules.restores import is_finished
 
 log = logging.getLogger(__name__)
@@ -293,7 +294,12 @@ class Fleet:
         except Superseded:
             pass  # an old view: the next event brings a younger one
 
-    # ---- health -------------------------------------------------------------------------------------------
+    # ---- health and numbers -------------------------------------------------------------------------------
+
+    def generations(self) -> Iterator[tuple[Key, Mapping[Series, int]]]:
+        """What the policy servers of each stack have counted."""
+        for key, (worker, _) in self._workers.items():
+            yield key, worker.generations.totals
 
     def health(self) -> dict[str, Any]:
         """`ok`, and what is wrong. It does not ask whether the API server or a storage answers: a restart of the

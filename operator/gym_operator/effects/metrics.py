@@ -10,13 +10,16 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from gym_operator.api import names
 from gym_operator.api.conditions import ConditionType
 from gym_operator.api.event_reasons import Afterwards
 from gym_operator.api.objects import parse_time
+from gym_operator.effects.cache import Key
+from gym_operator.rules.generations import Series
+from gym_servers.capture.reasons import TOKENS
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 RECOVERING: Final = "Recovering"
@@ -29,6 +32,7 @@ AT_REST: Final = frozenset({"Completed", "Stopped", "Suspended"})
 SHOWN: Final = (ConditionType.READY, ConditionType.STORAGE_READY, ConditionType.RECOVERING, ConditionType.STALLED)
 
 Stacks = Callable[[], Iterator[Mapping[str, Any]]]
+Counts = Callable[[], Iterator[tuple[Key, Mapping[Series, int]]]]
 
 
 class Metrics:
@@ -74,9 +78,10 @@ class Metrics:
         if status not in EXPECTED:
             self._api_errors.labels(verb, str(status)).inc()
 
-    def watch(self, stacks: Stacks, health: Callable[[], Mapping[str, Any]]) -> None:
-        """Show these stacks, and how the operator itself is."""
+    def watch(self, stacks: Stacks, health: Callable[[], Mapping[str, Any]], generations: Counts) -> None:
+        """Show these stacks, how the operator itself is, and what policy servers count."""
         self._registry.register(_Standing(stacks, health))
+        self._registry.register(_Generations(generations))
 
     def text(self) -> bytes:
         """All of it in Prometheus' format."""
@@ -123,3 +128,24 @@ class _Standing(Collector):
             ("gym_operator_silent_watches", "Watches that do not tell what lists show.", health["silentWatches"]),
         ):
             yield GaugeMetricFamily(name, about, value=len(value))
+
+
+class _Generations(Collector):
+    """What became of model calls. The counts are the stacks' workers' and go with them."""
+
+    def __init__(self, generations: Counts) -> None:
+        self._generations = generations
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        where = ("namespace", "stack", "what")
+        calls = CounterMetricFamily("gym_generations", "What became of model calls.", labels=(*where, "reason"))
+        tokens = CounterMetricFamily(
+            "gym_generation_tokens", "Tokens that cuts have kept, and that calls went on behind.", labels=where
+        )
+        for key, totals in self._generations():
+            for (what, reason), count in totals.items():
+                if what in TOKENS:
+                    tokens.add_metric((*key, what), count)
+                else:
+                    calls.add_metric((*key, what, reason or ""), count)
+        yield from (calls, tokens)

@@ -36,6 +36,7 @@ from gym_operator.effects.unasked import Unasked
 from gym_operator.rules.cell_record import how_to_go_on, stopped_by
 from gym_operator.rules.checkpoint_phases import Origin
 from gym_operator.rules.checkpoint_queue import Obstacle, Situation
+from gym_operator.rules.generations import Generations
 from gym_operator.rules.observed import CellSeen, Engine, Observed
 from gym_operator.rules.rest import at_rest, storage_told, was_at_rest
 from gym_operator.rules.rollouts import Standing, Turn, standing_of, whose_turn, yields
@@ -93,7 +94,7 @@ class Ensured(NamedTuple):
 class StackWorker:
     """Works until it is cancelled or its stack is gone. `pass_began` (monotonic) is when the pass under way began, or
     last heard from its storage; None between passes. `first_looks` is held during the first, `looked` says that it is
-    over."""
+    over. `generations` is what its policy servers count."""
 
     def __init__(self, services: Services, key: Key, uid: str, first_looks: asyncio.Semaphore) -> None:
         self.key, self.uid = key, uid
@@ -116,8 +117,16 @@ class StackWorker:
             self._storage.open, owner, services.wall, Unasked(services, self._subject, self._storage.open)
         )
         self._last = LastCheckpoints(services, key, self._storage.open, self.wake)
+        self.generations = Generations()
         self._parts = Parts(
-            services, self._subject, self._writer, self._pods, self._storage, self._checkpoints, self._restores
+            services,
+            self._subject,
+            self._writer,
+            self._pods,
+            self._storage,
+            self._checkpoints,
+            self._restores,
+            self.generations,
         )
         self._cells: dict[int, tuple[CellWorker, asyncio.Task[None]]] = {}
         self._good: GymStack | None = None

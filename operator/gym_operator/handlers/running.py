@@ -68,7 +68,7 @@ async def operate(
         )
         watching = Watching(lambda *told: fleet.event(*told), kubeconfig, namespaces, nodes=nodes)
         fleet = Fleet(services, namespaces, watching.reopen)
-        metrics.watch(lambda: iter(cache.stacks.values()), fleet.health)
+        metrics.watch(lambda: iter(cache.stacks.values()), fleet.health, fleet.generations)
         async with serving_health(health_port, fleet.health, metrics):
             log.info("watching %s", ", ".join(namespaces) or "all namespaces")
             beside = [asyncio.create_task(fleet.run()), asyncio.create_task(watching.run())]

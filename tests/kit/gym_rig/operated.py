@@ -77,6 +77,8 @@ class Operator:
             watches_nodes=rig.nodes_are_watched,
         )
         self.fleet = Fleet(services)
+        self._metrics = services.metrics
+        self._metrics.watch(lambda: iter(services.cache.stacks.values()), self.fleet.health, self.fleet.generations)
         self.beside = asyncio.create_task(self.fleet.run())
 
     def kill(self) -> None:
@@ -88,6 +90,11 @@ class Operator:
         self.fleet._workers.clear()
         for _, task in workers:
             task.cancel()
+
+    def numbers(self) -> dict[str, float]:
+        """What Prometheus gets: values by series, as they are written."""
+        lines = [line for line in self._metrics.text().decode().splitlines() if not line.startswith("#")]
+        return {series: float(value) for series, _, value in (line.rpartition(" ") for line in lines)}
 
     def told(self, resource: Resource, deleted: bool, body: Body) -> None:
         """What its watches tell."""

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from gym_operator.api import names
 from gym_operator.api.event_reasons import Afterwards
+from gym_operator.effects.cache import Key
 from gym_operator.effects.events import Events, Subject
 from gym_operator.effects.metrics import Metrics
+from gym_operator.rules.generations import counts_of
 from gym_rig.fake_kube import FakeKube
 
+OPERATIONS = Path(__file__).parents[3] / "docs" / "operations.md"
 HEALTHY: Mapping[str, Any] = {"ok": True, "stacks": 0, "stuck": [], "silentWatches": []}
 
 
@@ -39,7 +43,7 @@ def test_statuses_are_shown_as_they_stand() -> None:
         stack("halted", phase="Stopped", lastCheckpoint=last),
     ]
     metrics = Metrics()
-    metrics.watch(lambda: iter(stacks), lambda: HEALTHY)
+    metrics.watch(lambda: iter(stacks), lambda: HEALTHY, lambda: iter(()))
     found = lines(metrics)
     assert {
         'gym_stacks{phase="Running"} 2.0',
@@ -61,7 +65,8 @@ def test_statuses_are_shown_as_they_stand() -> None:
 
 def test_an_operator_that_is_not_well_says_so() -> None:
     metrics = Metrics()
-    metrics.watch(lambda: iter(()), lambda: {**HEALTHY, "stuck": ["team/a"], "silentWatches": ["pods", "gymstacks"]})
+    ill = {**HEALTHY, "stuck": ["team/a"], "silentWatches": ["pods", "gymstacks"]}
+    metrics.watch(lambda: iter(()), lambda: ill, lambda: iter(()))
     assert {"gym_operator_stuck_stacks 1.0", "gym_operator_silent_watches 2.0"} <= lines(metrics)
 
 
@@ -117,3 +122,35 @@ def test_what_becomes_of_a_checkpoint_after_its_end_is_no_second_end() -> None:
     assert not [line for line in lines(metrics) if line.startswith("gym_checkpoints_total")]
     metrics.said(names.CHECKPOINT_KIND, "team", "Normal", "Published")
     assert 'gym_checkpoints_total{namespace="team",result="succeeded"} 1.0' in lines(metrics)
+
+
+def test_what_policy_servers_count_is_shown_by_stack_as_calls_and_as_tokens() -> None:
+    said = {"cut_kept": 3, "cut_tokens": 40, "cut_skipped": 2, "cut_skipped_seed": 2, "begun_anew": 1}
+    stacks = {Key("team", "demo"): counts_of(said), Key("team", "young"): {}}
+    metrics = Metrics()
+    metrics.watch(lambda: iter(()), lambda: HEALTHY, lambda: iter(stacks.items()))
+    found = lines(metrics)
+    assert {
+        'gym_generations_total{namespace="team",reason="",stack="demo",what="cut_kept"} 3.0',
+        'gym_generations_total{namespace="team",reason="",stack="demo",what="cut_failed"} 0.0',
+        'gym_generations_total{namespace="team",reason="seed",stack="demo",what="cut_skipped"} 2.0',
+        'gym_generations_total{namespace="team",reason="penalties",stack="demo",what="cut_skipped"} 0.0',
+        'gym_generations_total{namespace="team",reason="other",stack="demo",what="begun_anew"} 1.0',
+        'gym_generation_tokens_total{namespace="team",stack="demo",what="cut_tokens"} 40.0',
+    } <= found
+    shown = [line for line in found if line.startswith("gym_generation")]
+    assert len(shown) == len(counts_of({})), "each count once: no sum beside its parts"
+    assert not any("young" in line for line in shown), "nothing was heard of its policy servers yet"
+    stacks.clear()
+    assert not any(line.startswith("gym_generation") for line in lines(metrics))
+
+
+def test_every_number_is_explained() -> None:
+    metrics = Metrics()
+    metrics.watch(lambda: iter(()), lambda: HEALTHY, lambda: iter(()))
+    types = [line.split()[2] for line in metrics.text().decode().splitlines() if line.startswith("# TYPE")]
+    names = [name for name in types if not name.endswith("_created")]  # the client library's own
+    page = OPERATIONS.read_text()
+    assert len(names) >= 12
+    assert [name for name in names if f"`{name}`" not in page and f"`{name}{{" not in page] == []
+    assert f"A stack has {len(counts_of({}))} such numbers" in page
