@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
+from gym_rig.cell import Rig
 from gym_rig.guarded import BEARER, CELL, RATE, guarded
-from gym_rig.network import Fault
+from gym_rig.network import Fault, Seen
 from gym_servers.capture.inventory import PATH, InventoryCall, inventory_of
 from gym_servers.capture.staging import digest, unpack
 from gym_servers.engine.app import create_app as engine_app
 from gym_servers.participants.cutting import CUT_SECONDS
+from gym_servers.protocol.identity import parse_key
 from gym_servers.stack.settings import SettingsError
 from gym_servers.worker.middleware import GenerationCut
 
@@ -116,15 +118,33 @@ async def test_a_cell_that_cuts_at_the_engine_goes_on_behind_all_that_was_genera
     """Messages are slow, so there are always tokens on their way: they are not generated again either."""
     async with guarded(tmp_path) as (rig, engine):
         rig.network.latency = 0.15
+        at_the_cut: list[tuple[dict[str, int], int]] = []
+
+        def noted(seen: Seen) -> None:
+            # What the engine says before this has reached it comes on top.
+            if (seen.host, seen.path) == ("engine", PATH):
+                arrived = sum(len(call.tokens) for call in rig.participant("policy")._calls)
+                at_the_cut.append((_generated(rig, rig.controller.record.attempt), arrived))
+
+        rig.network.on_request = noted
         for number in range(2):
-            await rig.until(lambda: sum(len(c.tokens) > 0 for c in rig.participant("policy")._calls) == 3)
+            await rig.until(lambda attempt=number: rig.running(attempt))
+            policy = rig.participant("policy")
+            await rig.until(lambda policy=policy: sum(len(c.tokens) > 0 for c in policy._calls) == 3)
             await rig.checkpoint(f"cut-{number}")
-            generations = rig.participant("policy").generations()
+            generations = policy.generations()
             assert generations["cut_kept"] == 3
             assert "cut_engine_failed" not in generations
+            ((generated, arrived),) = at_the_cut
+            at_the_cut.clear()
+            assert sum(generated.values()) > arrived, "nothing was on its way: this proves nothing"
             await asyncio.sleep(0.5)
             rig.kill("policy")
-            await rig.until(lambda attempt=number + 1: rig.running(attempt))
+            await rig.until(lambda attempt=number + 1: len(_begun(rig, attempt)) == 3)
+            begun = _begun(rig, number + 1)
+            # One that ended while it was cut is not begun again.
+            assert len(begun.keys() & generated.keys()) >= 2
+            assert all(begun.get(prompt, tokens) >= tokens for prompt, tokens in generated.items())
         await rig.until(rig.complete)
         counted = rig.account(3)
         assert counted.problems == []
@@ -160,6 +180,30 @@ async def test_staged_tokens_that_are_not_what_the_receipt_says_are_not_taken(
         await rig.until(rig.complete)
         assert rig.account(3).problems == []
         assert rig.account(3).continued == 3
+
+
+def _tokens(rig: Rig, attempt: int) -> list[dict[str, Any]]:
+    """What the engine has journaled of calls under an attempt."""
+    entries = [entry for entry in rig.journal() if entry["kind"] == "tokens"]
+    return [one for one in entries if parse_key(one["request"].partition("/")[0]).attempt == attempt]
+
+
+def _generated(rig: Rig, attempt: int) -> dict[str, int]:
+    """How many tokens there are of each generation that has not ended, by its prompt."""
+    found: dict[str, int] = {}
+    for one in _tokens(rig, attempt):
+        found[one["prompt"]] = one["from"] + one["count"]
+        if one["last"]:
+            del found[one["prompt"]]
+    return found
+
+
+def _begun(rig: Rig, attempt: int) -> dict[str, int]:
+    """Behind how many tokens each generation began."""
+    found: dict[str, int] = {}
+    for one in _tokens(rig, attempt):
+        found.setdefault(one["prompt"], one["from"])
+    return found
 
 
 @pytest.mark.parametrize("what", ["away", "refuses", "silent", "full", "another receipt"])
