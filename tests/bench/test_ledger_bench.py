@@ -19,6 +19,12 @@ async def test_it_measures_what_it_says() -> None:
     assert told(found).startswith("    20 rollouts")
 
 
+async def test_ten_times_as_many_rollouts_hold_no_more_files_open() -> None:
+    few, many = [await measured(rollouts, 0, training=False, idle_seconds=0.1) for rollouts in (20, 200)]
+    assert many["disk_files"] > few["disk_files"]
+    assert many["open_files"] == few["open_files"]
+
+
 def test_the_whole_measurement_runs_as_make_runs_it(tmp_path: Path) -> None:
     output = tmp_path / "figures" / "ledger.json"
     words = ["--sizes", "8", "--output", str(output)]

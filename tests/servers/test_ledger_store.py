@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import shutil
@@ -100,8 +101,26 @@ async def test_what_is_freed_leaves_no_file_also_while_it_is_written(tmp_path: P
     assert (len(store), store.cached_bytes) == (0, 0)
 
 
+async def test_no_file_stays_open_however_many_calls_were_written_and_read(tmp_path: Path) -> None:
+    store = await filled(tmp_path, 0, keys=300, calls=2)
+    assert len(files(tmp_path)) > 1
+    assert still_open(tmp_path) == []
+    for key in range(300):
+        assert await store.ledger(f"r{key}") == Ledger([call(0), call(1)])
+    await spilled(store)
+    assert still_open(tmp_path) == []
+
+
+def still_open(folder: Path) -> list[str]:
+    """What this process has open below a folder, also where it is there no more."""
+    found = []
+    for handle in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # that of this very look
+            found.append(str(handle.readlink()))
+    return [path for path in found if path.startswith(str(folder))]
+
+
 async def test_files_hold_many_calls_and_go_with_the_last_of_them(tmp_path: Path) -> None:
-    """Neither their number nor what is open grows with the calls."""
     store = await filled(tmp_path, 0, keys=300, calls=2)
     size = len(encode("r0", Ledger([call(0)])))
     assert 1 < len(files(tmp_path)) <= 2 + 600 * size / SEGMENT_BYTES
