@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+from collections.abc import Mapping
 from typing import Any
 
 from gym_kit.bucket import Credentials
@@ -20,6 +21,7 @@ from gym_servers.storage.store import ObjectStore
 
 NS = "team"
 UID = "7d9c8f5e-0000-4000-8000-000000000001"
+RECORDS = {"r": b"records" * 100}
 CODE = CodeIdentity(image="", server="scripted", config_digest="", record_format=1)
 
 
@@ -67,22 +69,26 @@ def owner(cluster: str) -> Owner:
     return Owner(cluster=cluster, stack_uid=UID, namespace=NS, name="demo")
 
 
-def written(store: ObjectStore, *, until: str = "proposal") -> Publication:
+def written(
+    store: ObjectStore, *, until: str = "proposal", name: str = "one", records: Mapping[str, bytes] = RECORDS
+) -> Publication:
     """A whole checkpoint of one participant, but for its publication; `until` names the last thing written."""
 
-    def manifest(packs: list[PackEntry], records: list[RecordEntry]) -> Manifest:
-        named = {"checkpoint_id": "one", "kind": "model", "instance": "m", "session": "s"}
-        return Manifest(**named, code=CODE, episodes=["r"], packs=packs, records=records)
+    def manifest(packs: list[PackEntry], entries: list[RecordEntry]) -> Manifest:
+        named = {"checkpoint_id": name, "kind": "model", "instance": "m", "session": "s"}
+        return Manifest(**named, code=CODE, episodes=list(records), packs=packs, records=entries)
 
-    packs = pack_records("model/m", {"r": b"records" * 100})
+    packs = pack_records("model/m", records)
     if until == "packs":
         for pack in packs:
             store.create(pack.key, pack.data)
         digest = "0" * 64
     else:
         digest = write_records(store, "model/m", packs, manifest)
-    member = Member(kind="model", instance="m", session="s", manifest_digest=digest, records=1, bytes=700, code=CODE)
-    named = {"checkpoint_id": "one", "name": "one", "stack_uid": UID}
+    size = sum(map(len, records.values()))
+    counts = {"records": len(records), "bytes": size}
+    member = Member(kind="model", instance="m", session="s", manifest_digest=digest, code=CODE, **counts)
+    named = {"checkpoint_id": name, "name": name, "stack_uid": UID}
     full = Publication(state="published", **named, cell=0, cell_attempt=0, sequence=1, created=1.0, members=[member])
     if until == "proposal":
         store.create(PROPOSAL, full.to_bytes())

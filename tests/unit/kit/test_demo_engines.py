@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Literal, cast
 from urllib.parse import parse_qsl, urlsplit
 
 import httpx
@@ -18,17 +18,19 @@ from gym_vllm.journal import HOLD, Generated, Hold, Streams
 
 
 class FakeEngine:
-    """Before each look a stream says some tokens; `says` has how many of each key, and whether it ends with them."""
+    """Before each look a stream says some tokens; `says` has how many of each key, and whether it ends with them.
+    What follows a "stand" is still said while the engine is told to."""
 
-    def __init__(self, *says: tuple[str, int, bool]) -> None:
+    def __init__(self, *says: tuple[str, int, bool] | Literal["stand"]) -> None:
         self.hold, self.paused, self.looks = Hold(), False, 0
         self._says = list(says)
+        self._streams: dict[str, Generated] = {}
 
     def values(self, stack: str, release: str) -> dict[str, Any]:
         return {}
 
     def generated(self) -> list[Generated]:
-        return []
+        return list(self._streams.values())
 
     def get(self, path: str) -> Any:
         assert path == HOLD
@@ -46,7 +48,19 @@ class FakeEngine:
 
     def say(self) -> None:
         if self._says and not self.paused:
-            self.paused = self.hold.held = self.hold.passed(*self._says.pop(0))
+            self.paused = self.hold.held = self.hold.passed(*self._passed())
+            if self.paused and self._says[:1] == ["stand"]:
+                del self._says[0]
+                self.hold.passed(*self._passed())
+
+    def _passed(self) -> tuple[str, int, bool]:
+        said = self._says.pop(0)
+        assert said != "stand"
+        key, tokens, last = said
+        stream = self._streams.setdefault(key, Generated(key, "", []))
+        stream.ids += [0] * tokens
+        stream.ended = last
+        return key, tokens, last
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +72,14 @@ def test_it_works_on_until_enough_was_said_and_something_is_unsaid() -> None:
     engine = FakeEngine(("a", 9, False), ("a", 6, True), ("b", 1, False), ("b", 1, False))
     with in_mid_generation(engine, 10):
         assert (engine.paused, engine.looks) == (True, 3)
+    assert not engine.paused
+
+
+def test_what_has_said_its_last_words_meanwhile_is_not_in_its_middle() -> None:
+    engine = FakeEngine(("a", 9, False), "stand", ("a", 1, True), ("b", 2, False), ("b", 1, False))
+    with in_mid_generation(engine, 5):
+        assert (engine.paused, engine.looks) == (True, 2)
+        assert [(stream.key, stream.ended) for stream in engine.generated()] == [("a", True), ("b", False)]
     assert not engine.paused
 
 
@@ -87,6 +109,7 @@ def test_a_pod_is_asked_through_the_api_server(monkeypatch: pytest.MonkeyPatch, 
         return '{"held": true}'
 
     monkeypatch.setattr(engines, "ask", ask)
+    monkeypatch.setattr(EnginePod, "generated", lambda _: [Generated("a", "", [], [1])])
     pod = EnginePod(Path("config"), cast(Any, SimpleNamespace(namespace="team")), "image:1", "demo", tmp_path)
     with in_mid_generation(pod, 20):
         pass
@@ -108,6 +131,7 @@ def test_a_process_is_asked_directly(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         return httpx.Response(status, json={"held": True}, request=httpx.Request(method, url))
 
     monkeypatch.setattr(httpx, "request", request)
+    monkeypatch.setattr(EngineBeside, "generated", lambda _: [Generated("a", "", [], [1])])
     beside = EngineBeside(Engine("http://here:1", Streams(tmp_path / "tokens"), tmp_path, "token"))
     with in_mid_generation(beside, 20):
         pass

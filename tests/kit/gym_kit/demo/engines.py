@@ -77,10 +77,16 @@ def in_mid_generation(engine: DemoEngine, more: int) -> Iterator[None]:
     give_up = time.monotonic() + MIDDLE_SECONDS
     engine.post(f"{HOLD}?tokens={more}")
     try:
-        while not engine.get(HOLD)["held"]:
-            if time.monotonic() > give_up:
-                raise KitError("no generation was seen in its middle: the rollouts may have ended already")
-            time.sleep(LOOK_SECONDS)
+        while True:
+            while not engine.get(HOLD)["held"]:
+                if time.monotonic() > give_up:
+                    raise KitError("no generation was seen in its middle: the rollouts may have ended already")
+                time.sleep(LOOK_SECONDS)
+            if any(stream.ids and not stream.ended for stream in engine.generated()):
+                break
+            # The only one said its last words while the engine was told to stand.
+            engine.post(f"{HOLD}?tokens=1")
+            engine.post("/resume")
         yield
     finally:
         engine.post(HOLD)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from gym_kit.demo.kube import Object
 from gym_kit.demo.options import Options
 from gym_kit.demo.scenario import Played, first_token
 from gym_kit.demo.stage import Stage
+from gym_servers.capture.staging import unpack
 from gym_servers.proof.account import Account, account
 from gym_servers.proof.history import Cut, read_cut, sort_journal
 from gym_servers.storage.cells import published
+from gym_servers.storage.leftovers import CUTS
 from gym_servers.storage.store import ObjectStore
 
 Entry = Mapping[str, Any]
@@ -36,6 +39,8 @@ def report(stage: Stage, options: Options, played: Played) -> dict[str, Any]:
     status = played.checkpoint["status"]
     recoveries = [seconds for kill in played.kills if (seconds := recovery_seconds(kill, entries)) is not None]
     problems = [*counted.problems, *_missed(counted, options, played, status, recoveries)]
+    if options.engine == "pod":
+        problems += _not_cut(engine_cuts(stage, checkpoint_folder(played.stack)))
     return {
         "cluster": {"provider": cluster.provider, "kubernetes": cluster.kubernetes_version},
         **counted.document(),
@@ -91,6 +96,33 @@ def restored_cuts(stage: Scene, folders: Sequence[str], recoveries: Sequence[Obj
     return {attempt: read_cut(stage.store(cut[0]), cut[1]) for attempt, cut in found.items() if cut is not None}
 
 
+@dataclass(frozen=True)
+class EngineCut:
+    """Of one published checkpoint: tokens that the engine's side has staged for it, and those that it holds of calls
+    in progress."""
+
+    checkpoint: str
+    staged: int
+    held: int
+
+
+def engine_cuts(stage: Scene, folder: str) -> list[EngineCut]:
+    """Of each published checkpoint in a cell's folder, as the objects there say. What was staged stays for an hour at
+    least."""
+    cell, found = stage.store(folder), []
+    for key, publication, _ in published(cell):
+        staged = [unpack(cell.get(name)) for name in cell.list(f"{CUTS}/{publication.checkpoint_id}")]
+        cut = read_cut(stage.store(f"{folder}/{key}"), publication)
+        found.append(
+            EngineCut(
+                publication.name,
+                sum(len(tokens.ids) for streams in staged for tokens in streams.values()),
+                sum(sum(prefixes.values()) for prefixes in cut.prefixes.values()),
+            )
+        )
+    return found
+
+
 def recovery_seconds(kill: tuple[float, int], entries: Sequence[Entry]) -> float | None:
     """From the delete or upgrade to the first token of a model call under a later attempt; None if there was none."""
     when, attempt = kill
@@ -117,6 +149,18 @@ def _missed(
         )
     if options.how != "force" and counted.restarted:
         missed.append(f"{counted.restarted} rollouts started over, though their pods were not killed")
+    # A checkpoint that is taken at any moment may find no call in progress.
+    if options.policy == "vllm" and options.during != "checkpoint" and not counted.tokens_kept:
+        missed.append("no token was kept of a call that was under way at a cut")
     if options.kill == "operator" and played.interrupted not in ("Succeeded", "Failed"):
         missed.append("the interrupted checkpoint did not end")
     return missed
+
+
+def _not_cut(cuts: Sequence[EngineCut]) -> list[str]:
+    missed = [
+        f"the engine had {cut.staged} tokens at the cut of checkpoint {cut.checkpoint}, which holds {cut.held}"
+        for cut in cuts
+        if cut.held < cut.staged
+    ]
+    return missed if any(cut.staged for cut in cuts) else ["no checkpoint was cut at the engine"]
