@@ -363,18 +363,43 @@ async def test_k2_data_goes_also_where_the_credentials_went_first(
         await rig.until(lambda: not known._known, "nothing there needs the keys any more")
 
 
-async def test_k3_after_the_storage_was_pointed_elsewhere_only_its_own_data_goes(tmp_path: Path) -> None:
-    """The same names lead to the data of another checkpoint: it is left alone, and the object goes."""
+def contents(status: dict[str, Any]) -> dict[str, bytes]:
+    """What a checkpoint consists of, byte for byte."""
+    place = Path(status["uri"])
+    return {str(path.relative_to(place)): path.read_bytes() for path in place.rglob("*") if path.is_file()}
+
+
+def disown(status: dict[str, Any], differs: str) -> None:
+    """From now on something else is under the names that a checkpoint was taken under."""
+    place = Path(status["uri"])
+    if differs == "the holder":
+        (place / HOLDER).write_text('{"holder":"somebody-else"}')
+    elif differs == "the digest":
+        publication = read_publication((place / CHECKPOINT).read_bytes())
+        for name in (CHECKPOINT, PROPOSAL):
+            (place / name).write_bytes(publication.model_copy(update={"created": 1.0}).to_bytes())
+
+
+@pytest.mark.parametrize("differs", ["nothing", "the holder", "the digest"])
+async def test_k3_after_the_storage_was_pointed_elsewhere_only_its_own_data_goes(
+    tmp_path: Path, differs: str
+) -> None:
+    """It goes from where it was taken; what the stack has taken since, elsewhere, is none of its."""
     async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
-        status = await taken(rig, "one")
-        place = Path(status["uri"])
-        (place / CHECKPOINT).write_text((place / CHECKPOINT).read_text().replace('"created":', '"created":1'))
-        (place / "proposal.json").unlink()
-        before = data(status)
+        one = await taken(rig, "one")
+        rig.change(checkpoints={"storage": {"directory": str(tmp_path / "another")}})
+        two = await taken(rig, "two")
+        assert [each["uri"].split("/checkpoints/")[0] for each in (one, two)] == [
+            str(tmp_path),
+            f"{tmp_path}/another/{IDENTITY.uid}/cell-0",
+        ]
+        disown(one, differs)
+        before, theirs = contents(one), contents(two)
         delete(rig, "one")
         await rig.until(lambda: not there(rig, "one"), "gone")
-        assert data(status) == before
-        await rig.until(lambda: said(rig, "DataLeft"), "said so")
+        assert contents(one) == ({} if differs == "nothing" else before)
+        assert contents(two) == theirs
+        await rig.until(lambda: said(rig, "DataRemoved" if differs == "nothing" else "DataLeft"), "said so")
 
 
 @pytest.mark.parametrize("marker", ["another", "none"])
