@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gym_operator.effects.kube import CHECKPOINTS, PODS, RESTORES, Body, Resource
+from gym_operator.effects.kube import CHECKPOINTS, PODS, RESTORES, STACKS, Body, Resource
 from gym_operator.effects.restores import Restores
+from gym_rig.beside import beside
 from gym_rig.cell import IDENTITY
-from gym_rig.collecting import SLOWLY, rows
+from gym_rig.collecting import ROWS, SLOWLY, rows
 from gym_rig.operated import operated
 from gym_rig.restoring import final, restore, sources, sources_of, taken, to_the_end
 from gym_rig.writes import at_any_write
@@ -129,11 +131,57 @@ async def test_records_of_another_stack_restore_into_this_one_by_place_and_diges
         await to_the_end(rig)
 
 
-async def test_k8_k18_a_stack_made_again_under_its_name_is_restored_from_the_one_before(tmp_path: Path) -> None:
+async def test_k8_a_stack_made_again_under_its_name_leaves_the_old_data_alone_and_continues_from_it(
+    tmp_path: Path,
+) -> None:
+    """What the one before had under the same names is there for a while: it is waited for, and nobody has to help."""
+    async with operated(tmp_path, rows(), rate=SLOWLY, suspend=True) as rig, beside(rig, "again") as other:
+        spec = {**rig.spec, "suspend": False, "collection": {**rig.spec["collection"], "output": f"{tmp_path}/rows"}}
+
+        def ready() -> Body:
+            conditions = rig.status(STACKS, "again").get("conditions", ())
+            return next((each for each in conditions if each["type"] == "Ready"), {})
+
+        async def checkpoint(name: str) -> Body:
+            effects = rig.cell.effects()
+            await rig.until(lambda: ready().get("status") == "True", "in service")
+            await rig.until(lambda: rig.cell.effects() >= effects + 2, "it goes on")
+            rig.checkpoint(name, stackRef={"name": "again"})
+            await rig.until(lambda: rig.final(name), f"{name} is final")
+            status = rig.status(CHECKPOINTS, name)
+            assert (status["phase"], status["stackUID"]) == ("Succeeded", other.uids[-1]), status
+            assert status["uri"].startswith(f"{tmp_path}/checkpoints/{other.uids[-1]}/cell-0/")
+            return status
+
+        rig.kube.put(STACKS, IDENTITY.namespace, {"metadata": {"name": "again"}, "spec": spec})
+        old = await checkpoint("old")
+        (first,) = other.uids
+        other.objects_last, other.pods_last = 20.0, 40.0
+        rig.kube.remove(STACKS, IDENTITY.namespace, "again")
+        rig.kube.put(STACKS, IDENTITY.namespace, {"metadata": {"name": "again"}, "spec": spec})
+        before = files(tmp_path / "checkpoints" / first)
+        await rig.until(lambda: ready().get("reason") == "NameConflict", "what is left is in its way")
+        await checkpoint("new")
+        restore(rig, stackRef={"name": "again"}, checkpointRef={"name": "old"})
+        status = await final(rig, "back", "Succeeded")
+        assert status["checkpoint"] == {"name": "old", "id": old["checkpointID"], "stackUID": first}
+        assert status["continuedCount"] == old["episodes"] > 0
+        assert status["cells"][0]["attempt"] == 1, "above what either has used"
+        await rig.until(lambda: rig.status(STACKS, "again").get("phase") == "Completed", "complete")
+        done = [json.loads(line) for line in (tmp_path / "rows" / "rollouts.jsonl").read_text().splitlines()]
+        assert sorted(row["_ng_rollout_id"] for row in done) == [f"{number}-0" for number in range(ROWS)]
+        assert files(tmp_path / "checkpoints" / first) == before
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+async def test_k18_what_a_stack_that_is_gone_has_left_is_adopted_and_restored_by_its_name(tmp_path: Path) -> None:
     async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
         first = await taken(rig, "first")
         uri, digest = of_another(first["uri"], tmp_path / "elsewhere" / "theirs")
-        rig.checkpoint("kept", source={"uri": uri, "digest": digest})  # what the stack before has left
+        rig.checkpoint("kept", source={"uri": uri, "digest": digest})
         await rig.until(lambda: rig.final("kept"), "adopted")
         rig.kube.remove(CHECKPOINTS, IDENTITY.namespace, "first")
         restore(rig, checkpointRef={"name": "kept"})

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from gym_operator.api import names
 from gym_operator.effects.kube import CHILDREN, PODS, SECRETS, STACKS, Body, Resource
 from gym_operator.rules.workloads import StackContext, build_control_secret
-from gym_rig.cell import COOKIES, IDENTITY, TOKEN, Rig, rig_settings
+from gym_rig.cell import COOKIES, IDENTITY, TOKEN, Rig, Running, rig_settings
 from gym_rig.operated import LOOK_SECONDS, OperatedRig
 from gym_servers.stack.settings import StackIdentity
 from gym_servers.stack.spec import parse_spec
@@ -23,16 +23,16 @@ NAMESPACE = IDENTITY.namespace
 
 
 class StackBeside:
-    """`uids`: of the stacks of this name that there were. `pods_last`: for how long, in seconds, a pod has still to
-    end when its stack is gone."""
+    """`uids`: of the stacks of this name that there were. `objects_last`, `pods_last`: for how long, in seconds, what
+    belonged to a stack is still there when it is gone, and its pods are; they go last."""
 
     def __init__(self, rig: OperatedRig, name: str) -> None:
         self._rig, self.kube, self.name = rig, rig.kube, name
         self.uids: list[str] = []
-        self.pods_may_start, self.pods_last = True, 0.0
+        self.pods_may_start, self.objects_last, self.pods_last = True, 0.0, 0.0
         self.cells: dict[int, Rig] = {}
         self._spec: Body = {}
-        self._running: dict[str, tuple[int, str, str]] = {}
+        self._running: dict[str, tuple[Running, str]] = {}
         told = self.kube.watch
 
         def watch(resource: Resource, deleted: bool, body: Body) -> None:
@@ -55,35 +55,45 @@ class StackBeside:
             await asyncio.sleep(LOOK_SECONDS)
 
     def kill(self) -> None:
-        for cell in self.cells.values():
-            cell.kill()
+        for process, _ in self._running.values():
+            process.kill()
 
     def _changed(self, deleted: bool, body: Body) -> None:
-        uid = body["metadata"]["uid"]
+        uid, loop = body["metadata"]["uid"], asyncio.get_running_loop()
         if deleted:
-            asyncio.get_running_loop().call_later(self.pods_last, self._collect, uid)
+            loop.call_later(self.objects_last, self._collect, uid)
+            loop.call_later(max(self.objects_last, self.pods_last), self._collect_pods, uid)
         elif uid not in self.uids:
             self.uids.append(uid)
             self.cells, self._spec = {}, body["spec"]
-            identity = StackIdentity(namespace=NAMESPACE, name=self.name, uid=uid)
-            context = StackContext(identity, parse_spec(body["spec"]), "gym-system")
-            self.kube.put(SECRETS, NAMESPACE, build_control_secret(context, TOKEN, COOKIES))
+            if (SECRETS, NAMESPACE, names.control_secret(self.name)) not in self.kube.objects:
+                self._give_tokens()
+
+    def _give_tokens(self) -> None:
+        """Those that the processes know, before the operator makes others."""
+        identity = StackIdentity(namespace=NAMESPACE, name=self.name, uid=self.uids[-1])
+        context = StackContext(identity, parse_spec(self._spec), "gym-system")
+        self.kube.put(SECRETS, NAMESPACE, build_control_secret(context, TOKEN, COOKIES))
 
     def _collect(self, uid: str) -> None:
-        """What belongs to a stack that is gone goes too; so do its pods."""
-        pods = self.pods()
+        """What belongs to a stack that is gone goes too."""
         for resource, namespace, name in list(self.kube.objects):
             body = self.kube.objects[resource, namespace, name]
-            owned = any(owner["uid"] == uid for owner in body["metadata"].get("ownerReferences", ()))
-            if owned or (resource == PODS and name in pods):
+            if any(owner["uid"] == uid for owner in body["metadata"].get("ownerReferences", ())):
                 assert namespace is not None
                 self.kube.remove(resource, namespace, name)
+        if uid != self.uids[-1]:
+            self._give_tokens()
+
+    def _collect_pods(self, uid: str) -> None:
+        for name, body in self.pods().items():
+            if body["metadata"]["labels"][names.STACK_UID_LABEL] == uid:
+                self.kube.remove(PODS, NAMESPACE, name)
 
     def _see_to_pods(self) -> None:
         present = self.pods()
         for name in set(self._running) - set(present):
-            index, server, _ = self._running.pop(name)
-            self.cells[index].kill(server)
+            self._running.pop(name)[0].kill()
         for (resource, _, name), body in list(self.kube.objects.items()):
             if resource != CHILDREN["StatefulSet"] or body["metadata"]["labels"][names.STACK_LABEL] != self.name:
                 continue
@@ -98,11 +108,13 @@ class StackBeside:
 
     def _see_to_process(self, name: str, index: int, pod: Body) -> None:
         uid, server = pod["metadata"]["uid"], pod["metadata"]["labels"][names.SERVER_LABEL]
-        if self._running.get(name, (0, "", ""))[2] == uid:
+        if pod["metadata"]["labels"][names.STACK_UID_LABEL] != self.uids[-1]:
+            return  # of one that is gone
+        if name in self._running and self._running[name][1] == uid:
             return
         cell = self._cell(index)
         started = cell.start(server)
-        self._running[name] = (index, server, uid)
+        self._running[name] = (started, uid)
         status = {
             "phase": "Running",
             "podIP": cell.control_host(server),
