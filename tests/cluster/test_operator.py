@@ -21,7 +21,18 @@ from gym_kit.hollow_node import NODE, OTHER_NODE
 from gym_kit.operator_rig import NAMESPACE, OperatorRig
 from gym_kit.progress import Progress
 from gym_operator.api import names
-from gym_operator.effects.kube import CHECKPOINTS, CHILDREN, PODS, RESTORES, SCHEDULES, SECRETS, STACKS, NotFound
+from gym_operator.effects.kube import (
+    CHECKPOINTS,
+    CHILDREN,
+    NODES,
+    PODS,
+    RESTORES,
+    SCHEDULES,
+    SECRETS,
+    STACKS,
+    NotFound,
+    Resource,
+)
 from gym_servers.protocol.messages import PREFIX
 from gym_servers.storage.manifest import CHECKPOINT, read_publication
 
@@ -389,6 +400,38 @@ def answers(rig: OperatorRig, token: str) -> set[int]:
 def storage_of(rig: OperatorRig, **changes: Any) -> dict[str, Any]:
     s3 = rig.manifest("any")["spec"]["checkpoints"]["storage"]["s3"]
     return {"checkpoints": {"storage": {"s3": {**s3, **changes}}}}
+
+
+def test_k16_the_framework_keeps_nothing_in_the_objects_that_it_watches(rig: OperatorRig) -> None:
+    """It would keep the whole spec in an annotation, which has room for 256 KiB: no write to such a stack would
+    succeed. Nor does it hold an object by a finalizer."""
+    servers = rig.manifest("large")["spec"]["servers"]
+    servers[2]["config"] = {"prompt": "long " * 80_000}
+    rig.apply("large", rollouts=200, servers=servers)  # more than get done meanwhile
+    rig.until("rollouts are under way", lambda: under_way(rig, "large"), START_SECONDS)
+    assert take(rig, "one", "large")["phase"] == "Succeeded"
+    template = {"spec": {"stackRef": {"name": "large"}}}
+    schedule = object_of(names.SCHEDULE_KIND, "rarely", {"every": "24h", "template": template})
+    rig.run(rig.kube.create(SCHEDULES, NAMESPACE, schedule))
+    source = {"stackRef": {"name": "large"}, "checkpointRef": {"name": "one"}}
+    rig.run(rig.kube.create(RESTORES, NAMESPACE, object_of(names.RESTORE_KIND, "back", source)))
+    rig.until("it is restored", lambda: rig.status(RESTORES, "back").get("phase") == "Succeeded", RECOVERY_SECONDS)
+    rig.until("it is looked at", lambda: rig.status(SCHEDULES, "rarely").get("observedGeneration") == 1, 30)
+
+    def written(resource: Resource) -> list[dict[str, Any]]:
+        return [body["metadata"] for body in rig.run(rig.kube.list_all(resource, NAMESPACE)).items]
+
+    for resource in (STACKS, CHECKPOINTS, SCHEDULES, RESTORES):
+        found = written(resource)
+        assert found, resource.plural
+        for metadata in found:
+            kept = {key: metadata.get(key) or [] for key in ("annotations", "finalizers")}
+            assert kept == {"annotations": [], "finalizers": []}, (resource.plural, metadata["name"])
+    own = {names.CONFIG_DIGEST, names.TEMPLATE_DIGEST}
+    found = [pod["metadata"] for pod in pods(rig).values()]
+    assert [(set(each["annotations"]), each.get("finalizers")) for each in found] == [(own, None)] * 5
+    for node in rig.run(rig.kube.list_all(NODES, None)).items:
+        assert not any(names.GROUP in key or "kopf" in key for key in node["metadata"].get("annotations") or ())
 
 
 def test_two_operators_do_not_use_an_attempt_twice(rig: OperatorRig) -> None:
