@@ -279,7 +279,9 @@ def test_a_suspended_stack_continues_from_its_checkpoint(rig: OperatorRig) -> No
     assert rig.cell("pause")["recoveries"][-1]["checkpoint"] == kept["checkpointID"]
 
 
-def test_checkpoints_at_their_times_are_let_go_with_their_data_and_one_is_restored(rig: OperatorRig) -> None:
+def test_k18_checkpoints_at_their_times_are_let_go_with_their_data_and_the_newest_outlives_its_stack(
+    rig: OperatorRig,
+) -> None:
     rig.apply("timed", rollouts=200)  # more than get done meanwhile
     rig.until("rollouts are under way", lambda: under_way(rig, "timed"), START_SECONDS)
     template = {"spec": {"stackRef": {"name": "timed"}, "deletionPolicy": "Delete", "labels": {"step": "7"}}}
@@ -309,12 +311,17 @@ def test_checkpoints_at_their_times_are_let_go_with_their_data_and_one_is_restor
     rows = rig.rows("timed")
     rig.until("it goes on", lambda: rig.rows("timed") > rows, 60)
 
+    left = {name: rig.status(CHECKPOINTS, name)["uri"] for name in made()}
+    newest = restored["checkpoint"]["name"]
     rig.delete(STACKS, "timed")
-    left = [rig.status(CHECKPOINTS, name)["uri"] for name in made()]
+    rig.until("the stack is gone", lambda: rig.status(STACKS, "timed") == {}, 30)
+    rig.until("its pods are gone", lambda: not pods(rig), 60)
+    assert rig.status(CHECKPOINTS, newest)["phase"] == "Succeeded", "it outlives its stack"
+    assert read_publication(rig.store(left[newest]).get(CHECKPOINT)).state == "published"
     for name in made():
         rig.delete(CHECKPOINTS, name)
     rig.until("they are gone without their stack", lambda: not made(), 60)
-    assert all(rig.store(uri).list("") == {} for uri in left)
+    assert all(rig.store(uri).list("") == {} for uri in left.values())
 
 
 def object_of(kind: str, name: str, spec: dict[str, Any]) -> dict[str, Any]:

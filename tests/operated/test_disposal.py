@@ -431,11 +431,14 @@ async def test_k2_an_emptied_bucket_holds_nothing_up(tmp_path: Path) -> None:
         assert not said(rig, "DataLeft")
 
 
-async def test_k18_data_goes_also_where_the_stack_is_gone(tmp_path: Path) -> None:
+async def test_k18_a_checkpoint_outlives_its_stack_and_goes_with_its_data_when_it_is_deleted(tmp_path: Path) -> None:
     async with operated(tmp_path, rows(), rate=SLOWLY) as rig:
         status = await taken(rig, "one")
+        before = contents(status)
         rig.kube.remove(STACKS, IDENTITY.namespace, IDENTITY.name)
-        await asyncio.sleep(10)
+        await asyncio.sleep(60)
+        assert there(rig, "one") and rig.status(CHECKPOINTS, "one")["phase"] == "Succeeded"
+        assert contents(status) == before != {}
         delete(rig, "one")
         await rig.until(lambda: not there(rig, "one"), "gone")
         assert data(status) == set()
