@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from gym_operator.api.names import SERVER_LABEL, STACK_LABEL, STACK_UID_LABEL
 from gym_operator.effects.fleet import RESYNC_SECONDS, STUCK_SECONDS
-from gym_operator.effects.kube import CHECKPOINTS, PODS
+from gym_operator.effects.kube import CHECKPOINTS, PODS, RESTORES, SCHEDULES, STACKS, Resource
+from gym_operator.effects.resync import WATCHED
 from gym_rig.cell import IDENTITY
 from gym_rig.operated import OperatedRig, operated
 from gym_servers.engine.rows import counter_rows
@@ -165,3 +167,52 @@ async def test_k17_watches_that_stay_silent_end_in_a_restart(tmp_path: Path, mon
         health = operator.fleet.health()
         assert not health["ok"]
         assert "gymcheckpoints" in health["silentWatches"]
+
+
+def known(rig: OperatedRig) -> set[tuple[Resource, str]]:
+    """The objects that the operator believes to be there."""
+    assert rig.operator is not None
+    cache = rig.operator.fleet._cache
+    bodies = {SCHEDULES: cache.schedules.values(), RESTORES: cache.restores.values(), STACKS: cache.stacks.values()}
+    return {
+        *((resource, body["metadata"]["name"]) for resource, found in bodies.items() for body in found),
+        *((CHECKPOINTS, entry.name) for entry in cache.entries()),
+        *((PODS, pod.name) for pod in cache.all_pods()),
+    }
+
+
+async def test_k17_what_was_deleted_is_forgotten_though_the_api_server_knows_no_more_that_it_was(
+    tmp_path: Path,
+) -> None:
+    """The watches are silent, and what happened was compacted before anybody asked."""
+    async with operated(tmp_path, counter_rows(ROWS, 1), rate=1.0) as rig:
+        await rig.until(rig.in_service, "in service")
+        rig.checkpoint("gone")
+        labels = {STACK_LABEL: "of-another", STACK_UID_LABEL: "of-another", SERVER_LABEL: "agent"}
+        template = {"spec": {"stackRef": {"name": IDENTITY.name}}}
+        bodies = {
+            STACKS: {"metadata": {"name": "gone"}, "spec": {**rig.spec, "suspend": True}},
+            SCHEDULES: {"metadata": {"name": "gone"}, "spec": {"every": "1h", "suspend": True, "template": template}},
+            RESTORES: {"metadata": {"name": "gone"}, "spec": {"stackRef": {"name": IDENTITY.name}}},
+            PODS: {"metadata": {"name": "gone", "labels": labels}, "spec": {}},
+        }
+        for resource, body in bodies.items():
+            rig.kube.put(resource, IDENTITY.namespace, body)
+        await rig.until(lambda: rig.final("gone"), "taken")
+        await rig.until(lambda: rig.status(RESTORES, "gone").get("phase") == "Failed", "it names no checkpoint")
+        operator = rig.operator
+        assert operator is not None
+        await rig.until(operator.fleet._resync.complete.is_set, "all was told once")
+        everything = {(resource, "gone") for resource in WATCHED}
+        before = known(rig)
+        assert everything <= before
+
+        rig.kube.watch = lambda *_: None
+        for resource in WATCHED:
+            rig.kube.remove(resource, IDENTITY.namespace, "gone")
+        rig.kube.compact()
+        assert known(rig) == before
+        await asyncio.sleep(RESYNC_SECONDS + 1)
+        assert known(rig) == before - everything
+        assert operator.fleet.health()["stacks"] == 1
+        assert operator.fleet.health()["ok"]

@@ -22,6 +22,7 @@ from gym_operator.effects.kube import (
     Body,
     Changes,
     Conflict,
+    Expired,
     KubeError,
     Listing,
     NotFound,
@@ -44,7 +45,9 @@ class FakeKube:
         self.before_write: Callable[[str, Resource, str], None] = lambda verb, resource, name: None
         self.permitted: Callable[[str, Resource, str], bool] = lambda verb, resource, name: True
         self._history: list[tuple[Resource, bool, Body]] = []
+        self._compacted = 0
         self.logs: dict[str, list[bytes]] = {}  # by pod: the lines of its container
+        self.silent_nodes: set[str] = set()  # of which nobody hears: their pods go by force alone
         self.dead = False
 
     async def get(self, resource: Resource, namespace: str | None, name: str) -> Body:
@@ -69,6 +72,8 @@ class FakeKube:
     async def changes(self, resource: Resource, namespace: str | None, since: int, selector: str = "") -> Changes:
         self._alive()
         self._permit("watch", resource, "")
+        if since < self._compacted:
+            raise Expired(410, f"too old resource version: {since} ({self._compacted})")
         told = [
             (deleted, _copied(body))
             for kind, deleted, body in self._history
@@ -76,6 +81,11 @@ class FakeKube:
             if _is_selected(body, selector) and int(body["metadata"]["resourceVersion"]) > since
         ]
         return Changes(told, max([since, *(int(body["metadata"]["resourceVersion"]) for _, body in told)]))
+
+    def compact(self) -> None:
+        """What has happened until now is not known any more, but for what came of it."""
+        self._compacted = next(self._versions)
+        self._history.clear()
 
     async def log(
         self, namespace: str, pod: str, container: str, options: Mapping[str, str], *, follow: bool = False
@@ -144,6 +154,13 @@ class FakeKube:
         found = self._found(resource, namespace, name)
         if uid is not None and found["metadata"]["uid"] != uid:
             raise Conflict(409, f"{name} has another UID")
+        if grace_seconds and found.get("spec", {}).get("nodeName") in self.silent_nodes:
+            until = {
+                "deletionTimestamp": format_time(self._wall() + grace_seconds),
+                "deletionGracePeriodSeconds": grace_seconds,
+            }
+            self.set(resource, namespace, name, metadata={**found["metadata"], **until})
+            return
         self.let_go(resource, namespace, name)
 
     def let_go(self, resource: Resource, namespace: str, name: str) -> None:
