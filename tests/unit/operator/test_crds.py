@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import yaml
 
 from gym_operator import crds
 from gym_operator.api.checkpoint import MUTABLE
+from gym_operator.api.conditions import ConditionType
 from gym_operator.structural import structural_schema
 from gym_servers.stack.wire import WireModel
 
@@ -39,6 +41,28 @@ def nodes(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for key in ("items", "additionalProperties"):
         if isinstance(schema.get(key), dict):
             yield from nodes(schema[key])
+
+
+STEP = re.compile(r"""\.(\w+)|\[\d+\]|\[\?\(@\.(\w+)=="(\w+)"\)\]""")
+OWN_METADATA = {"properties": {"creationTimestamp": {"type": "string"}}}
+SHOWN_AS = {"string": {"string"}, "date": {"string"}, "integer": {"integer"}, "number": {"number", "integer"}}
+
+
+def at(schema: dict[str, Any], path: str) -> dict[str, Any]:
+    """The schema of what a JSONPath leads to. AssertionError where that can never be there."""
+    place = {**schema, "properties": {**schema["properties"], "metadata": OWN_METADATA}}
+    rest = path
+    while rest:
+        step = STEP.match(rest)
+        assert step is not None, f"{path}: {rest} is not understood"
+        field, key, value = step.groups()
+        place = place if field else place["items"]
+        name = field or key
+        assert name is None or name in place["properties"], f"{path}: there is no {name}"
+        assert key is None or (key, value) in {("type", kind) for kind in ConditionType}, f"{path}: {value} is never"
+        place = place["properties"][field] if field else place
+        rest = rest[step.end() :]
+    return place
 
 
 @pytest.mark.parametrize("kind", crds.KINDS, ids=lambda kind: kind.kind)
@@ -91,6 +115,12 @@ class TestEveryKind:
         assert spec["names"]["shortNames"] in (["gstack"], ["gckpt"], ["gsched"], ["grst"])
         columns = [column["name"] for column in version(kind)["additionalPrinterColumns"]]
         assert "Phase" in columns and columns[-1] == "Age"
+
+    def test_has_columns_of_what_there_is(self, kind: crds.Kind) -> None:
+        """A path that leads nowhere is no error: its column stays empty."""
+        for column in version(kind)["additionalPrinterColumns"]:
+            shown = at(version(kind)["schema"]["openAPIV3Schema"], column["jsonPath"])
+            assert shown["type"] in SHOWN_AS[column["type"]], column
 
     def test_rules_have_messages(self, kind: crds.Kind) -> None:
         rules = [
