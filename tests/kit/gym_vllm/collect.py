@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+import httpx
+
 from gym_kit.local_run import LocalRun, followed
 from gym_servers.capture.ledger import Ledger, decode
+from gym_servers.coordination.cell_host import Process
+from gym_servers.coordination.client import ParticipantClient
 from gym_servers.local.demo import account_of
 from gym_servers.proof.account import Account
 from gym_servers.protocol.identity import Episode, parse_key
+from gym_servers.protocol.messages import Status
 from gym_servers.storage.locate import open_store
 from gym_servers.storage.manifest import CHECKPOINT, read_publication
 from gym_servers.storage.packs import load_manifest, load_records
@@ -66,18 +73,42 @@ class Collection(LocalRun):
 
     engine: Engine
     earlier: int  # streams of runs before this one
+    _told: dict[str, dict[str, int]] = field(default_factory=dict)  # by each policy server that there was
 
     def own(self) -> list[Generated]:
         return self.engine.generated()[self.earlier :]
 
-    def kill(self, names: tuple[str, ...]) -> None:
+    async def kill(self, names: tuple[str, ...]) -> None:
+        await self.generations()  # a policy server takes what it has counted along
         for name in names:
             self.runner.host.kill(name)
 
-    def generations(self) -> dict[str, int]:
-        """What the policy server says has become of calls since it started."""
-        seen = self.runner.view.seen["policy"] if self.runner.view else None
-        return dict(seen.status.generations) if seen is not None and seen.status is not None else {}
+    async def generations(self) -> Counter[str]:
+        """What policy servers have said has become of calls, all that there were."""
+        status = await self._ask_policy()
+        self._told[str(self._policy.incarnation)] = status.generations
+        counted: Counter[str] = Counter()
+        for generations in self._told.values():
+            counted.update(generations)
+        return counted
+
+    async def _ask_policy(self) -> Status:
+        policy = self._policy
+        assert policy.control_url is not None
+        token = (self.folder / "control-token").read_text()
+        async with httpx.AsyncClient(trust_env=False) as http:
+            client = ParticipantClient("policy", "model", policy.control_url, token, http)
+            return await client.status_by(time.time() + 60.0)
+
+    @property
+    def _policy(self) -> Process:
+        return self.runner.host._process("policy")
+
+    async def arrived(self) -> None:
+        """Returns once the policy server has whatever the engine, which stands, had sent to it."""
+        await self.engine.stands()
+        await self.engine.has_arrived()
+        await self._ask_policy()  # what was read before it asked us is counted before it answers
 
     def account(self) -> Account:
         return account_of(self.folder, self.runner.controller.record, self.rollouts)
@@ -87,12 +118,17 @@ class Collection(LocalRun):
         found = {}
         for recovery in self.runner.controller.record.recoveries:
             if recovery.checkpoint is not None:
-                store = open_store(recovery.checkpoint.uri)
-                publication = read_publication(store.get(CHECKPOINT))
-                member = next(one for one in publication.members if one.kind == "model")
-                known, _ = load_manifest(store, f"model/{member.instance}", member.manifest_digest)
-                found[recovery.attempt] = dict(decode(*record) for record in load_records(store, known).items())
+                found[recovery.attempt] = ledgers_of(recovery.checkpoint.uri)
         return found
+
+
+def ledgers_of(checkpoint: str) -> dict[str, Ledger]:
+    """What a checkpoint has of model calls, by capture key."""
+    store = open_store(checkpoint)
+    publication = read_publication(store.get(CHECKPOINT))
+    member = next(one for one in publication.members if one.kind == "model")
+    known, _ = load_manifest(store, f"model/{member.instance}", member.manifest_digest)
+    return dict(decode(*record) for record in load_records(store, known).items())
 
 
 def _prepared(folder: Path, engine: Engine, rows: list[Mapping[str, Any]], *, cut_at_engine: bool) -> dict[str, Any]:
@@ -140,6 +176,30 @@ def trajectories(folder: Path) -> dict[str, list[Turn]]:
             if "generation_token_ids" in item
         ]
     return found
+
+
+def not_kept(
+    cut: Mapping[str, Ledger],
+    before: Mapping[str, Ledger],
+    streams: Sequence[Generated],
+    said: Callable[[Generated], Sequence[int]],
+) -> list[str]:
+    """Of which streams a checkpoint has less, or something else, than they had `said` by then. `before`: the
+    checkpoint that they may have gone on from."""
+    went_on = {whole for ledger in before.values() for whole in _wholes(ledger)}
+    found = []
+    for one in streams:
+        whole = (*one.prompt, *said(one))
+        known = _wholes(cut[one.key]) if one.key in cut else set()
+        if (said(one) or whole in went_on) and whole not in known:
+            found.append(f"{one.key} {one.position}: {len(said(one))} tokens behind {len(one.prompt)}")
+    return found
+
+
+def _wholes(ledger: Ledger) -> set[tuple[int, ...]]:
+    """Prompts and what was said behind them: of delivered calls, and of those in progress."""
+    calls = {(*call.prompt_ids, *call.ids) for call in ledger.calls}
+    return calls | {(*prefix.prompt_ids, *prefix.tokens.ids) for prefix in ledger.prefixes}
 
 
 def generated_again(cuts: Mapping[int, Mapping[str, Ledger]], streams: Sequence[Generated]) -> list[str]:

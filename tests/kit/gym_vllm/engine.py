@@ -12,18 +12,20 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 
 from gym_kit.errors import KitError
 from gym_servers.local.stack import free_ports
-from gym_vllm.journal import HOLD, JOURNAL, Generated, Streams
+from gym_vllm.journal import BEHIND, HOLD, JOURNAL, Generated, Streams
 
 MODEL = Path(__file__).parent / "model"
 NAME = "tiny"
 LOOK_SECONDS = 0.05
 START_SECONDS = 900.0  # it imports for minutes, and longer where others are at work
 PROJECT = Path(__file__).parents[3]
+ESTABLISHED = "01"  # as the kernel names it
 
 
 @dataclass(frozen=True)
@@ -55,18 +57,49 @@ class Engine:
         many tokens in all, or all streams together so many from now on. It may be paused before. Raises
         AssertionError after `seconds`, or where it is `over` before."""
         async with httpx.AsyncClient(base_url=self.url, timeout=60.0, trust_env=False) as client:
-            (await client.post(HOLD, params={"tokens": tokens, "key": key})).raise_for_status()
             try:
-                (await client.post("/resume")).raise_for_status()
                 give_up = time.monotonic() + seconds
-                while not (await client.get(HOLD)).json()["held"]:
-                    assert not over(), "it was over before it could be interrupted"
-                    assert time.monotonic() < give_up, "what the engine was to be held for has not come"
-                    await asyncio.sleep(LOOK_SECONDS)
+                while True:
+                    (await client.post(HOLD, params={"tokens": tokens, "key": key})).raise_for_status()
+                    (await client.post("/resume")).raise_for_status()
+                    while not (await client.get(HOLD)).json()["held"]:
+                        assert not over(), "it was over before it could be interrupted"
+                        assert time.monotonic() < give_up, "what the engine was to be held for has not come"
+                        await asyncio.sleep(LOOK_SECONDS)
+                    await self.stands()
+                    if self._in_the_middle(key):
+                        break
+                    tokens = 1  # it has said its last words while it was told to stand
                 yield
             finally:
                 (await client.post(HOLD)).raise_for_status()
                 (await client.post("/resume")).raise_for_status()
+
+    def _in_the_middle(self, key: str) -> bool:
+        return any(one.ids and not one.ended and key in ("", one.key) for one in self.generated())
+
+    async def stands(self) -> None:
+        """Returns once all that it had generated when it was held has passed."""
+        before = None
+        while before != (now := (self.own_count(), sum(len(one.ids) for one in self.generated()))):
+            before = now
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def has_arrived(self, seconds: float = 60.0) -> None:
+        """Returns once whoever is connected has read all that was sent, however busy this machine is."""
+        give_up = time.monotonic() + seconds
+        while _under_way(urlsplit(self.url).port or 0):
+            assert time.monotonic() < give_up, "what the engine has sent is not read"
+            await asyncio.sleep(LOOK_SECONDS)
+
+    @contextmanager
+    def one_behind(self) -> Iterator[None]:
+        """The last message of each stream is on its way as long as the stream goes on."""
+        try:
+            httpx.post(f"{self.url}{BEHIND}?streams=1", timeout=60.0, trust_env=False).raise_for_status()
+            yield
+        finally:
+            httpx.post(f"{self.url}{BEHIND}?streams=0", timeout=60.0, trust_env=False).raise_for_status()
 
     def pause(self) -> None:
         """Nothing is generated until it is to be held, or goes on."""
@@ -108,6 +141,7 @@ def running_engine(
         *("--enforce-eager", "--dtype", "float32", "--max-model-len", "1024", "--max-num-seqs", "32"),
         *("--middleware", "gym_vllm.journal.TokenJournal"),
         *("--middleware", "gym_servers.worker.middleware.GenerationCut"),
+        *("--middleware", "gym_vllm.journal.OneBehind"),
     ]
     log = folder / "vllm.log"
     with log.open("wb") as output:
@@ -138,6 +172,16 @@ def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
             words = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
             raise KitError(f"vLLM does not serve (exit code {process.returncode}); its log ends with:\n{words}")
         time.sleep(1.0)
+
+
+def _under_way(port: int) -> bool:
+    """Whether an open connection of this machine with this port at an end has bytes that were not read yet."""
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        _, local, remote, state, queues, *_ = line.split()
+        of_port = port in (int(local.partition(":")[2], 16), int(remote.partition(":")[2], 16))
+        if of_port and state == ESTABLISHED and int(queues.replace(":", ""), 16):
+            return True
+    return False
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

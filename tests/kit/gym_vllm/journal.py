@@ -9,6 +9,8 @@ It also holds the engine in the middle of a generation: `POST /test-hold?tokens=
 pause it, when so many tokens have passed; a POST without tokens takes that back, and `GET /test-hold` says whether it
 has come to that. Whoever looks from outside may look too late: an engine is through with a generation while a busy
 machine does something else.
+
+`OneBehind`, as the last --middleware, makes sure that there is something on its way.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
 JOURNAL = "GYM_TOKEN_JOURNAL"
 HOLD = "/test-hold"
+BEHIND = "/test-behind"
 
 
 class Hold:
@@ -138,6 +141,34 @@ class TokenJournal:
             file.write(json.dumps({**entry, "time": time.time()}).encode() + b"\n")
 
 
+class OneBehind:
+    """The way to whoever reads: from `POST /test-behind?streams=1` on the last message of each stream that has not
+    ended is still under way, until the next one follows. `streams=0` takes that back."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app, self._on = app, False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] == BEHIND:
+            request = Request(scope, receive)
+            self._on = request.query_params["streams"] == "1"
+            await JSONResponse({})(scope, receive, send)
+            return
+        under_way: Message | None = None
+
+        async def passing(message: Message) -> None:
+            nonlocal under_way
+            if under_way is not None:
+                await send(under_way)
+                under_way = None
+            if self._on and message["type"] == "http.response.body" and message.get("more_body"):
+                under_way = message
+            else:
+                await send(message)
+
+        await self._app(scope, receive, passing)
+
+
 @dataclass
 class Generated:
     """One stream: whose it was, what it was given, and what it said. `key` is a capture key, `-` for none; `finish`
@@ -150,6 +181,11 @@ class Generated:
     ended: bool = False
     finish: str | None = None
     times: list[tuple[float, int]] = field(default_factory=list)
+
+    @property
+    def but_last_message(self) -> list[int]:
+        """What it had said before its last message."""
+        return self.ids[: len(self.ids) - self.times[-1][1]] if self.times else []
 
 
 class Streams:
