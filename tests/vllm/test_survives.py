@@ -12,6 +12,7 @@ import random
 import time
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from gym_vllm.language import ROWS, rows_of_tests
 ROUNDS = 2
 RUNS = 1 + int(os.environ.get("N", "0")) // ROUNDS
 CLOSE = 1e-4
+NOISE = 1e-3  # of a log-probability, by the order of additions
 MARGINS = 2 * ROWS  # questions for a margin, at most, which are no streams
 LOST = ("regenerated", "begun_anew", "cut_skipped", "cut_failed", "cut_engine_failed")
 """What a policy server counts where tokens of a call are generated again, or would be."""
@@ -56,9 +58,18 @@ def proved(run: Collection) -> None:
     assert (counted.calls_lost, counted.calls_duplicated) == (0, 0)
 
 
-def differences(engine: Engine, expected: Mapping[str, list[Turn]], found: Mapping[str, list[Turn]]) -> int:
-    """How many rollouts went another way at a close call. Any other difference fails."""
-    close = 0
+@dataclass(frozen=True)
+class Compared:
+    """`close`: rollouts that went another way at a close call. `apart`: how far the log-probabilities of equal tokens
+    are apart, at most."""
+
+    close: int
+    apart: float
+
+
+def compared(engine: Engine, expected: Mapping[str, list[Turn]], found: Mapping[str, list[Turn]]) -> Compared:
+    """Any difference that neither a close call nor another order of additions makes fails."""
+    close, apart = 0, 0.0
     assert set(found) == set(expected)
     for rollout, turns in expected.items():
         for one, other in zip(turns, found[rollout], strict=False):
@@ -69,9 +80,11 @@ def differences(engine: Engine, expected: Mapping[str, list[Turn]], found: Mappi
                 assert gap < CLOSE, f"{rollout} says {other.ids[at]} for {one.ids[at]}, {gap} apart"
                 close += 1
                 break
+            assert other.logprobs == pytest.approx(one.logprobs, abs=NOISE), rollout
+            apart = max([apart, *(abs(a - b) for a, b in zip(one.logprobs, other.logprobs, strict=True))])
         else:
             assert len(turns) == len(found[rollout]), rollout
-    return close
+    return Compared(close, apart)
 
 
 def margin(engine: Engine, prompt: list[int]) -> float:
@@ -130,10 +143,13 @@ async def test_kills_inside_of_generations_change_nothing_and_cost_nothing_that_
         assert generated_again(cuts, run.own()) == []
         counted = await run.generations()
         assert not [name for name in counted if name.startswith(LOST)]
-    close = differences(engine, expected, trajectories(folder))
+    found = trajectories(folder)
+    every_token_has_its_log_probability(found)
+    every_prompt_begins_with_the_turn_before(found)
+    seen = compared(engine, expected, found)
     print(
         f"{where}: {len(prefixes)} calls cut, {kept} tokens kept, {on_its_way} on their way then, "
-        f"{close} close calls, seed {seed}"
+        f"{seen.close} close calls, log-probabilities {seen.apart:.1g} apart, seed {seed}"
     )
 
 
@@ -155,9 +171,9 @@ def test_the_journal_has_all_tokens_that_the_engine_has_counted(
     assert sum(len(turn.ids) for turns in expected.values() for turn in turns) <= told
 
 
-def test_c13_every_prompt_begins_with_the_tokens_of_the_turn_before(expected: Mapping[str, list[Turn]]) -> None:
+def every_prompt_begins_with_the_turn_before(found: Mapping[str, list[Turn]]) -> None:
     turns = 0
-    for rollout in expected.values():
+    for rollout in found.values():
         for before, after in pairwise(rollout):
             whole = [*before.prompt, *before.ids]
             assert after.prompt[: len(whole)] == whole
@@ -165,11 +181,19 @@ def test_c13_every_prompt_begins_with_the_tokens_of_the_turn_before(expected: Ma
     assert turns >= ROWS
 
 
-def test_c11_every_token_has_its_log_probability(expected: Mapping[str, list[Turn]]) -> None:
-    for turns in expected.values():
+def test_c13_every_prompt_begins_with_the_tokens_of_the_turn_before(expected: Mapping[str, list[Turn]]) -> None:
+    every_prompt_begins_with_the_turn_before(expected)
+
+
+def every_token_has_its_log_probability(found: Mapping[str, list[Turn]]) -> None:
+    for turns in found.values():
         for turn in turns:
             assert len(turn.ids) == len(turn.logprobs)
             assert all(logprob <= 0 for logprob in turn.logprobs)
+
+
+def test_c11_every_token_has_its_log_probability(expected: Mapping[str, list[Turn]]) -> None:
+    every_token_has_its_log_probability(expected)
 
 
 async def test_a_generation_goes_on_behind_any_prefix_as_if_it_had_not_been_cut(
@@ -189,4 +213,4 @@ async def test_a_generation_goes_on_behind_any_prefix_as_if_it_had_not_been_cut(
             }
             choice = (await client.post(f"{engine.url}/v1/completions", json=body)).json()["choices"][0]
             assert choice["token_ids"] == turn.ids[cut:], cut
-            assert choice["logprobs"]["token_logprobs"] == pytest.approx(turn.logprobs[cut:], abs=1e-3)
+            assert choice["logprobs"]["token_logprobs"] == pytest.approx(turn.logprobs[cut:], abs=NOISE)
