@@ -18,7 +18,7 @@ demo: $(STAMP) $(if $(filter vllm,$(POLICY)),$(VLLM_STAMP)) ## The whole loop on
 test: $(STAMP) ## All tests; the last line says what ran and what could not
 	@$(BIN)/python -m gym_kit.suites
 
-test-vllm: $(VLLM_STAMP) ## Kills inside of generations, with vLLM on this machine: N= more rounds
+test-vllm: $(VLLM_STAMP) ## Kills inside of generations, with vLLM on this machine: N= more rounds, SEED= as an earlier run printed
 	@PYTHONPATH=servers:tests/kit $(VLLM)/bin/pytest -q -rP tests/vllm
 
 tiny-model: $(VLLM_STAMP) ## Train the tiny model of these tests anew: STEPS= SEED=
