@@ -253,6 +253,8 @@ class OperatedRig:
 
     def _see_to_process(self, name: str, pod: Body) -> None:
         server, index = pod["metadata"]["labels"][names.SERVER_LABEL], int(name.rpartition("-")[2])
+        if pod["spec"].get("nodeName") in self.kube.silent_nodes:
+            return  # whatever its kubelet does
         if pod["metadata"].get("deletionTimestamp"):
             self._see_out(name, pod)
             return
@@ -311,10 +313,16 @@ class OperatedRig:
 
     def cordon(self, node: str, cordoned: bool = True) -> None:
         """Nothing new comes to a node from now on; it is in good health."""
-        status = {"conditions": [{"type": "Ready", "status": "True"}]}
-        body: Body = {"metadata": {"name": node}, "spec": {"unschedulable": cordoned}, "status": status}
-        self.kube.objects.pop((NODES, None, node), None)
-        self.kube.put(NODES, None, body)  # type: ignore[arg-type]
+        self.node_is(node, "True", cordoned=cordoned)
+
+    def node_is(self, node: str, ready: str, *, cordoned: bool = False) -> None:
+        """How a node is; `ready` is Unknown where nobody hears of it."""
+        status = {"conditions": [{"type": "Ready", "status": ready}]}
+        fields: Body = {"spec": {"unschedulable": cordoned}, "status": status}
+        if (NODES, None, node) in self.kube.objects:
+            self.kube.set(NODES, None, node, **fields)  # type: ignore[arg-type]
+        else:
+            self.kube.put(NODES, None, {"metadata": {"name": node}, **fields})  # type: ignore[arg-type]
 
     def images(self, cell: int | None = None) -> set[str]:
         """What the pods run, of one cell or of all."""
