@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from gym_operator.effects.kube import CHILDREN, PODS, RESTORES, Body, Resource
+from gym_operator.effects.fleet import RESYNC_SECONDS
+from gym_operator.effects.kube import CHILDREN, NODES, PODS, RESTORES, Body, Resource
 from gym_operator.rules.rollouts import BUDGET_SECONDS
 from gym_rig.cell import IDENTITY
 from gym_rig.collecting import rows, taken, to_the_end, under_way
@@ -274,6 +275,61 @@ async def test_a_cell_that_does_not_come_up_where_it_was_moved_to_is_followed_by
         await asyncio.sleep(60)
         assert rig.in_service(cell=1) and not recoveries(rig, 1)
         assert up_to_date(rig)[2].startswith("cell 0 has to be in service first; cell 1: node node-1 of ")
+
+
+def silence(rig: OperatedRig) -> None:
+    """The watch of nodes tells nothing any more; the others go on."""
+    told = rig.kube.watch
+
+    def watch(resource: Resource, deleted: bool, body: Body) -> None:
+        if resource != NODES:
+            told(resource, deleted, body)
+
+    rig.kube.watch = watch
+
+
+async def test_k17_a_cell_leaves_a_cordoned_node_that_the_watch_does_not_tell_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with operated(tmp_path, rows(9), nodes=True, rate=SLOW) as rig:
+        for node in ("node-1", "node-2"):
+            rig.cordon(node, cordoned=False)
+        await under_way(rig)
+        operator, told, opened = rig.operator, rig.kube.watch, 0
+        assert operator is not None
+        await rig.until(operator.fleet._resync.complete.is_set, "all was told once")
+
+        def reopen() -> None:
+            nonlocal opened
+            opened += 1
+            rig.kube.watch = told
+            for (resource, _, _), body in list(rig.kube.objects.items()):
+                told(resource, False, body)
+
+        monkeypatch.setattr(operator.fleet, "_reopen", reopen)
+        silence(rig)
+        rig.node = "node-2"
+        rig.cordon("node-1")
+        began = now()
+        await rig.until(lambda: rig.in_service(1), "moved")
+        assert now() - began < RESYNC_SECONDS + 20
+        assert (sources(rig), nodes(rig)) == (["roll-out"], {"node-2"})
+        await asyncio.sleep(2 * RESYNC_SECONDS)
+        assert opened == 1, "once, and that helped"
+        assert operator.fleet.health()["ok"]
+
+
+async def test_k17_a_watch_of_nodes_that_stays_silent_ends_in_a_restart(tmp_path: Path) -> None:
+    async with operated(tmp_path, rows(), nodes=True, suspend=True) as rig:
+        await rig.until(lambda: rig.status().get("phase") == "Suspended", "suspended")
+        operator = rig.operator
+        assert operator is not None
+        silence(rig)
+        for number in range(9):
+            rig.cordon("node-1", cordoned=number % 2 == 0)
+            await asyncio.sleep(RESYNC_SECONDS)
+        assert operator.fleet.health()["silentWatches"] == ["nodes"]
+        assert not operator.fleet.health()["ok"]
 
 
 async def test_an_operator_that_may_not_watch_nodes_lets_evictions_through(tmp_path: Path) -> None:

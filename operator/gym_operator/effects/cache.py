@@ -46,6 +46,14 @@ def stack_of(checkpoint: Mapping[str, Any]) -> Key:
     return Key(checkpoint["metadata"]["namespace"], str(reference.get("name") or ""))
 
 
+class NodeSeen(NamedTuple):
+    """A node as it was told last; what is on it is another's to know."""
+
+    uid: str
+    version: int
+    cordoned: bool
+
+
 class Objects:
     """Objects of one kind as they were told last; what is older than what is known changes nothing. `changes` counts:
     who has seen all of them need not look again before it grows."""
@@ -90,6 +98,7 @@ class Cache:
         self._entries: dict[Key, Entry] = {}
         self._finished: dict[str, None] = {}
         self._pods: dict[str, dict[str, PodState]] = {}
+        self.nodes: dict[str, NodeSeen] = {}
         self.cordoned: frozenset[str] = frozenset()
         self._transport = transport
 
@@ -197,9 +206,16 @@ class Cache:
         return {pod.node for pod in self._pods.get(stack_uid, {}).values() if pod.node}
 
     def put_node(self, body: Mapping[str, Any], *, deleted: bool = False) -> bool:
-        """Whether it is new that something, or that nothing, is to come to a node."""
+        """Whether it is new that something, or that nothing, is to come to a node; what is older than what is known
+        changes nothing."""
         name, before = body["metadata"]["name"], self.cordoned
-        self.cordoned = before | {name} if is_cordoned(body) and not deleted else before - {name}
+        known, found = self.nodes.get(name), NodeSeen(body["metadata"]["uid"], version_of(body), is_cordoned(body))
+        if deleted and known is not None and known.uid == found.uid:
+            del self.nodes[name]
+        elif not deleted and (known is None or found.version > known.version):
+            self.nodes[name] = found
+        cordoned = name in self.nodes and self.nodes[name].cordoned
+        self.cordoned = before | {name} if cordoned else before - {name}
         return self.cordoned != before
 
     def replace_pods(self, stack_uid: str, listing: Listing) -> None:

@@ -75,9 +75,16 @@ class Fleet:
             SCHEDULES: self._schedule_is,
             RESTORES: self._restore_is,
             PODS: self._pod_is,
+            NODES: self._node_is,
         }
         self._resync = Resync(
-            services.kube, services.cache, self._namespaces, self._is, self._see_to, services.monotonic
+            services.kube,
+            services.cache,
+            self._namespaces,
+            self._is,
+            self._see_to,
+            services.monotonic,
+            nodes=services.watches_nodes,
         )
         self._disposal = Disposal(
             services.kube,
@@ -96,10 +103,7 @@ class Fleet:
 
     def event(self, resource: Resource, deleted: bool, body: Mapping[str, Any]) -> None:
         """A watch has told of an object as it is, or as it was before it was deleted."""
-        if resource == NODES:
-            self._node_is(deleted, body)
-            return
-        watch = (resource.plural, self._scope(body["metadata"]["namespace"]))
+        watch = (resource.plural, self._scope(body["metadata"].get("namespace")))
         self._resync.watches.told(watch, version_of(body))
         self._is(resource, deleted, body)
 
@@ -147,7 +151,7 @@ class Fleet:
             for worker, _ in self._workers.values():
                 worker.wake()
 
-    def _scope(self, namespace: str) -> str | None:
+    def _scope(self, namespace: str | None) -> str | None:
         return None if self._namespaces == [None] else namespace
 
     def _wake(self, key: Key) -> None:

@@ -16,6 +16,7 @@ from gym_operator.api import names
 from gym_operator.effects.cache import Cache, Key, key_of, version_of
 from gym_operator.effects.kube import (
     CHECKPOINTS,
+    NODES,
     PODS,
     RESTORES,
     SCHEDULES,
@@ -37,12 +38,19 @@ WATCHED: Final[Mapping[Resource, str]] = {
     PODS: names.STACK_LABEL,
 }
 
+
+def watched(*, nodes: bool) -> Mapping[Resource, str]:
+    """The kinds of objects that are watched, each with the label that those have which count; `nodes`: those too."""
+    return {**WATCHED, NODES: ""} if nodes else WATCHED
+
+
 Tell = Callable[[Resource, bool, Mapping[str, Any]], None]
 
 
 class Resync:
     """`tell` is told of what has happened: kind, whether the object is gone, the object. `see_to` is told of a stack
-    that is not as it was known. `complete` is set once everything that there is has been told."""
+    that is not as it was known. `complete` is set once everything that there is has been told. `nodes`: they may be
+    watched, by who watches all namespaces."""
 
     def __init__(
         self,
@@ -52,16 +60,19 @@ class Resync:
         tell: Tell,
         see_to: Callable[[Key], None],
         monotonic: Callable[[], float],
+        *,
+        nodes: bool = False,
     ) -> None:
         self._kube, self._cache, self._namespaces = kube, cache, namespaces
         self._tell, self._see_to, self._monotonic = tell, see_to, monotonic
+        self._labels = watched(nodes=nodes)
         self._since: dict[tuple[Resource, str | None], int] = {}
         self.watches = Watches()
         self.complete = asyncio.Event()
 
     async def step(self) -> None:
         """Ask once. Raises KubeError."""
-        places = [(resource, namespace) for resource in WATCHED for namespace in self._namespaces]
+        places = [(resource, namespace) for resource in self._labels for namespace in self._namespaces]
         results = await asyncio.gather(*(self._ask(*place) for place in places), return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):
@@ -75,7 +86,7 @@ class Resync:
             await self._list(resource, namespace)
             return
         try:
-            changes = await self._kube.changes(resource, namespace, since, WATCHED[resource])
+            changes = await self._kube.changes(resource, namespace, since, self._labels[resource])
         except Expired:
             await self._list(resource, namespace)
             return
@@ -93,7 +104,7 @@ class Resync:
 
     async def _list(self, resource: Resource, namespace: str | None) -> None:
         present, version = {}, 0
-        async for page in self._kube.pages(resource, namespace, WATCHED[resource]):
+        async for page in self._kube.pages(resource, namespace, self._labels[resource]):
             version = page.version
             for body in page.items:
                 present[body["metadata"]["uid"]] = version_of(body)
@@ -114,6 +125,10 @@ class Resync:
                     if vanished(pod.version, pod.uid, pod.namespace):
                         self._cache.drop_pod(pod.stack_uid, pod.uid)
                         self._see_to(Key(pod.namespace, pod.stack))
+            case r if r == NODES:
+                for name, node in list(self._cache.nodes.items()):
+                    if node.uid not in present and node.version <= as_of:
+                        self._tell(NODES, True, {"metadata": {"name": name, "uid": node.uid}})
             case r if r == CHECKPOINTS:
                 for entry in self._cache.entries():
                     if vanished(entry.version, entry.uid, entry.namespace):

@@ -13,8 +13,8 @@ from typing import Any
 import kopf
 
 from gym_operator.api import names
-from gym_operator.effects.kube import NODES, PAGE, Resource
-from gym_operator.effects.resync import WATCHED
+from gym_operator.effects.kube import PAGE, Resource
+from gym_operator.effects.resync import watched
 from gym_operator.handlers.login import connection_info
 
 Tell = Callable[[Resource, bool, Mapping[str, Any]], None]
@@ -33,7 +33,7 @@ def registry(tell: Tell, kubeconfig: str | None, *, cluster_wide: bool, nodes: b
     async def login(**_: Any) -> kopf.ConnectionInfo:
         return await connection_info(kubeconfig)
 
-    for resource, label in {**WATCHED, **({NODES: ""} if nodes else {})}.items():
+    for resource, label in watched(nodes=nodes).items():
         _hand_on(resource, label, tell, handlers)
     return handlers
 

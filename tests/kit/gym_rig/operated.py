@@ -41,7 +41,7 @@ from gym_operator.effects.kube import (
     Kube,
     Resource,
 )
-from gym_operator.effects.resync import WATCHED
+from gym_operator.effects.resync import watched
 from gym_operator.effects.services import Services
 from gym_operator.effects.transport import PodTransport
 from gym_operator.rules.workloads import StackContext, build_control_secret
@@ -98,7 +98,7 @@ class Operator:
 
     def told(self, resource: Resource, deleted: bool, body: Body) -> None:
         """What its watches tell."""
-        if resource in WATCHED or (resource == NODES and self.fleet._s.watches_nodes):
+        if resource in watched(nodes=self.fleet._s.watches_nodes):
             self.fleet.event(resource, deleted, body)
 
 
