@@ -24,6 +24,7 @@ from gym_operator.api import names
 from gym_operator.effects.kube import (
     CHECKPOINTS,
     CHILDREN,
+    EVENTS,
     NODES,
     PODS,
     RESTORES,
@@ -386,6 +387,28 @@ def test_a_control_token_is_rotated_as_the_operations_page_says(rig: OperatorRig
     rig.until("the old one is good nowhere", lambda: answers(rig, old) == {401}, 30)
     assert take(rig, "all-know", "rotated")["phase"] == "Succeeded"
     assert rig.cell("rotated")["attempt"] == 0, "nothing was started again"
+    secret = control_secret(rig, "rotated")
+    keys = [rig.s3.credentials.access_key, rig.s3.credentials.secret_key]
+    tell_nobody(rig, *map(decoded, (old, new, secret[names.COOKIE_SECRET_KEY])), *keys)
+
+
+def decoded(value: str) -> str:
+    return base64.b64decode(value).decode()
+
+
+def tell_nobody(rig: OperatorRig, *secrets: str) -> None:
+    """None of them is in a log, an Event or a status, neither as it is nor as a Secret holds it."""
+    logs = [rig.log, *(rig.folder / "pods").glob("*/log")]
+    assert len(logs) > 5
+    told = {str(path): path.read_text() for path in logs}
+    for resource in (STACKS, CHECKPOINTS, SCHEDULES, RESTORES, PODS, EVENTS, *CHILDREN.values()):
+        if resource != SECRETS:
+            for body in rig.run(rig.kube.list_all(resource, NAMESPACE)).items:
+                said = body if resource == EVENTS else body.get("status")
+                told[f"{resource.plural} {body['metadata']['name']}"] = json.dumps(said)
+    for secret in secrets:
+        for form in (secret, base64.b64encode(secret.encode()).decode()):
+            assert [place for place, text in told.items() if form in text] == []
 
 
 def control_secret(rig: OperatorRig, stack: str, tokens: dict[str, str] | None = None) -> dict[str, str]:
@@ -399,7 +422,7 @@ def control_secret(rig: OperatorRig, stack: str, tokens: dict[str, str] | None =
 
 def answers(rig: OperatorRig, token: str) -> set[int]:
     """With which statuses the pods' control ports answer to a token, given as a Secret holds it."""
-    headers = {"authorization": f"Bearer {base64.b64decode(token).decode()}"}
+    headers = {"authorization": f"Bearer {decoded(token)}"}
     urls = [f"http://{pod['status']['podIP']}:{names.CONTROL_PORT}{PREFIX}/status" for pod in pods(rig).values()]
     return {httpx.get(url, headers=headers, trust_env=False, timeout=5).status_code for url in urls}
 

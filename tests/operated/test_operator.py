@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gym_operator.effects.kube import CHECKPOINTS, PODS, SECRETS, STACKS
+from gym_operator.effects.kube import CHECKPOINTS, EVENTS, PODS, SECRETS, STACKS
 from gym_operator.effects.storage import StackStorage
 from gym_operator.rules.cell_record import from_document
-from gym_rig.cell import IDENTITY, LONGEST_SECONDS
+from gym_rig.cell import COOKIES, IDENTITY, LONGEST_SECONDS, TOKEN
 from gym_rig.fake_kube import FakeKube
 from gym_rig.operated import OperatedRig, operated
 from gym_rig.virtual import now
@@ -413,13 +414,16 @@ async def test_s6_a_stack_of_another_cluster_s_copy_takes_no_checkpoint(tmp_path
         assert (await taken(rig, "astray"))["reason"] == "OwnedByAnother"
 
 
-async def test_the_control_token_is_rotated_under_an_operator_at_work(tmp_path: Path) -> None:
+async def test_the_control_token_is_rotated_under_an_operator_at_work_and_nobody_tells_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The processes of the rig know the old one alone, as pods whose kubelet has not come by."""
+    caplog.set_level(logging.DEBUG)
     async with operated(tmp_path, rows()) as rig:
         await under_way(rig)
         secret = rig.kube.objects[SECRETS, IDENTITY.namespace, "rig-control"]["data"]
         rotated = {
-            "control-token": base64.b64encode(b"new").decode(),
+            "control-token": base64.b64encode(b"another-that-nobody-tells").decode(),
             "control-token-previous": secret["control-token"],
         }
         rig.kube.set(SECRETS, IDENTITY.namespace, "rig-control", data={**secret, **rotated})
@@ -428,6 +432,11 @@ async def test_the_control_token_is_rotated_under_an_operator_at_work(tmp_path: 
         assert (await taken(rig, "one"))["phase"] == "Succeeded"
         assert rig.record().get("attempt", 0) == 0
         await to_the_end(rig)
+        told = [body if kind == EVENTS else body.get("status") for (kind, _, _), body in rig.kube.objects.items()]
+        everything = f"{caplog.text} {json.dumps(told)}"
+        assert "rig" in everything and "another-that-nobody-tells" not in everything
+        for known in (TOKEN, COOKIES, *secret.values(), *rotated.values()):
+            assert known not in everything
 
 
 @pytest.mark.parametrize("during", ["its publication", "its tombstone", "its resume"])

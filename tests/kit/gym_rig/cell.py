@@ -48,8 +48,8 @@ from gym_servers.stack.spec import parse_spec
 from gym_servers.storage.locate import open_store
 from gym_servers.storage.store import ObjectStore
 
-TOKEN = "control-token"
-COOKIES = "cookie-secret"
+TOKEN = "token-that-nobody-tells"
+COOKIES = "cookies-that-nobody-tells"
 IDENTITY = StackIdentity(namespace="local", name="rig", uid="rig-uid")
 GRACE = 60.0
 LOOK_SECONDS = 0.2
