@@ -11,13 +11,16 @@ from typing import Any
 import pytest
 
 from gym_operator.api.names import DATA_FINALIZER
-from gym_operator.effects.kube import CHECKPOINTS, EVENTS
+from gym_operator.api.restore import RESTORE_TERMINAL
+from gym_operator.effects.kube import CHECKPOINTS, EVENTS, RESTORES
 from gym_rig.cell import IDENTITY
 from gym_rig.operated import OperatedRig, operated
 from gym_servers.engine.rows import counter_rows
 from gym_servers.protocol.digests import sha256
+from gym_servers.storage.cells import PROPOSAL
 from gym_servers.storage.directory import DirectoryStore
 from gym_servers.storage.manifest import CHECKPOINT, read_publication
+from gym_servers.storage.ownership import Owner, claim, owner_of
 from gym_servers.storage.removal import HOLDER
 from gym_servers.storage.store import StorageError
 
@@ -213,3 +216,53 @@ async def test_s6_what_nobody_has_claimed_goes_with_who_adopts_it(tmp_path: Path
         await rig.until(lambda: not there(rig, "theirs"), "gone")
         assert data(uri) == set()
         assert CHECKPOINT in data(status["uri"])
+
+
+def of_another_cluster(uri: str, root: Path) -> tuple[str, str]:
+    """A checkpoint as a stack of another cluster has it in a bucket that both use: its place and digest."""
+    place = root / "their-uid" / "cell-0" / "checkpoints" / Path(uri).name
+    shutil.copytree(uri, place)
+    claim(
+        DirectoryStore(root / "their-uid"),
+        Owner(cluster="theirs", stack_uid="their-uid", namespace="their-ns", name="their-stack"),
+    )
+    publication = read_publication((place / CHECKPOINT).read_bytes())
+    document = publication.model_copy(update={"stack_uid": "their-uid", "cell_attempt": 6}).to_bytes()
+    for name in (CHECKPOINT, PROPOSAL):
+        (place / name).write_bytes(document)
+    return str(place), sha256(document)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+async def test_s6_a_checkpoint_of_another_cluster_is_restored_from_the_bucket_alone_and_stays_that_cluster_s(
+    tmp_path: Path,
+) -> None:
+    """Nothing of it is written or removed, whoever wants it gone here."""
+    async with operated(tmp_path, rows(), rate=20.0) as rig:
+        rig.kill_operator()
+        rig.start_operator(cluster="ours")
+        await rig.until(lambda: rig.cell.effects() >= 2, "tools were called")
+        first = await taken(rig, "first")
+        assert owner_of(DirectoryStore(Path(rig.cell.root).parent)).cluster == "ours"  # type: ignore[union-attr]
+        uri, digest = of_another_cluster(first["uri"], tmp_path / "theirs")
+        before = contents(tmp_path / "theirs")
+        source = {"stackRef": {"name": IDENTITY.name}, "uri": uri, "digest": digest}
+        rig.kube.put(RESTORES, IDENTITY.namespace, {"metadata": {"name": "back"}, "spec": source})
+        await rig.until(lambda: rig.status(RESTORES, "back").get("phase") in RESTORE_TERMINAL, "restored")
+        status = rig.status(RESTORES, "back")
+        assert (status["phase"], status["checkpoint"]["stackUID"]) == ("Succeeded", "their-uid"), status
+        assert (status["continuedCount"], status["cells"][0]["attempt"]) == (first["episodes"], 7)
+        assert first["episodes"] > 0
+
+        adopt(rig, "theirs", uri, digest, deletionPolicy="Delete")
+        await final(rig, "theirs", "Succeeded")
+        await rig.until(lambda: tied(rig, "theirs"), "tied")
+        assert contents(tmp_path / "theirs") == before, "nor is it claimed"
+        rig.kube.let_go(CHECKPOINTS, IDENTITY.namespace, "theirs")
+        await rig.until(lambda: not there(rig, "theirs"), "gone")
+        await rig.until(lambda: said(rig, "DataLeft"), "said so")
+        assert contents(tmp_path / "theirs") == before
+        await rig.until(rig.complete, "complete")
