@@ -218,7 +218,7 @@ async def test_s6_what_nobody_has_claimed_goes_with_who_adopts_it(tmp_path: Path
         assert CHECKPOINT in data(status["uri"])
 
 
-def of_another_cluster(uri: str, root: Path) -> tuple[str, str]:
+def of_another_cluster(uri: str, root: Path, *, held: bool) -> tuple[str, str]:
     """A checkpoint as a stack of another cluster has it in a bucket that both use: its place and digest."""
     place = root / "their-uid" / "cell-0" / "checkpoints" / Path(uri).name
     shutil.copytree(uri, place)
@@ -226,6 +226,8 @@ def of_another_cluster(uri: str, root: Path) -> tuple[str, str]:
         DirectoryStore(root / "their-uid"),
         Owner(cluster="theirs", stack_uid="their-uid", namespace="their-ns", name="their-stack"),
     )
+    if not held:  # as the last checkpoint before a roll-out
+        (place / HOLDER).unlink()
     publication = read_publication((place / CHECKPOINT).read_bytes())
     document = publication.model_copy(update={"stack_uid": "their-uid", "cell_attempt": 6}).to_bytes()
     for name in (CHECKPOINT, PROPOSAL):
@@ -237,8 +239,9 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.parametrize("held", [True, False])
 async def test_s6_a_checkpoint_of_another_cluster_is_restored_from_the_bucket_alone_and_stays_that_cluster_s(
-    tmp_path: Path,
+    tmp_path: Path, held: bool
 ) -> None:
     """Nothing of it is written or removed, whoever wants it gone here."""
     async with operated(tmp_path, rows(), rate=20.0) as rig:
@@ -247,7 +250,7 @@ async def test_s6_a_checkpoint_of_another_cluster_is_restored_from_the_bucket_al
         await rig.until(lambda: rig.cell.effects() >= 2, "tools were called")
         first = await taken(rig, "first")
         assert owner_of(DirectoryStore(Path(rig.cell.root).parent)).cluster == "ours"  # type: ignore[union-attr]
-        uri, digest = of_another_cluster(first["uri"], tmp_path / "theirs")
+        uri, digest = of_another_cluster(first["uri"], tmp_path / "theirs", held=held)
         before = contents(tmp_path / "theirs")
         source = {"stackRef": {"name": IDENTITY.name}, "uri": uri, "digest": digest}
         rig.kube.put(RESTORES, IDENTITY.namespace, {"metadata": {"name": "back"}, "spec": source})

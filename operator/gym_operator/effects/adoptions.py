@@ -24,16 +24,16 @@ from gym_servers.protocol.errors import ProtocolError
 from gym_servers.stack.spec import SpecError
 from gym_servers.storage.cells import publication_of, verify
 from gym_servers.storage.manifest import Publication
+from gym_servers.storage.ownership import Owner, check_deletable, root_of
 from gym_servers.storage.removal import hold
-from gym_servers.storage.store import ObjectConflict, ObjectStore, StorageError
+from gym_servers.storage.store import ObjectConflict, ObjectStore, StorageError, StorageProblem
 
 log = logging.getLogger(__name__)
 
 RETRY_SECONDS: Final = 5.0
 HELD_BY_ANOTHER: Final = (
-    Afterwards.HELD_BY_ANOTHER,
     "another GymCheckpoint has its data: it stays when this object is deleted. Set deletionPolicy: Retain; where "
-    "nobody has it any more, remove holder.json beside its checkpoint.json and adopt it again",
+    "nobody has it any more, remove holder.json beside its checkpoint.json and adopt it again"
 )
 
 
@@ -44,6 +44,26 @@ _WHOLE: Final = phases.Which(0)
 def is_adoption(body: Mapping[str, Any]) -> bool:
     """Whether a GymCheckpoint names what is there already."""
     return bool((body.get("spec") or {}).get("source"))
+
+
+def claim_for(
+    open_store: Callable[[str], ObjectStore], uri: str, stack_uid: str, uid: str, cluster: str | None
+) -> str:
+    """Claim the data at `uri`, of a checkpoint of this stack, for the GymCheckpoint of this UID, with which it is to
+    go; else why it stays: nothing is written where nothing could be removed. `cluster` is this cluster's id, None
+    where it is not known. Blocks. Raises StorageError."""
+    us = Owner(cluster=cluster or stack_uid, stack_uid=stack_uid, namespace="", name="")
+    try:
+        if (root := root_of(uri, stack_uid)) is not None:
+            check_deletable(open_store(root), us)
+        hold(open_store(uri), uid)
+    except ObjectConflict:
+        return HELD_BY_ANOTHER
+    except StorageError as error:
+        if error.problem is not StorageProblem.OWNED_BY_ANOTHER:
+            raise
+        return f"its data stays when this object is deleted, so set deletionPolicy: Retain: {error}"
+    return ""
 
 
 class Adoptions:
@@ -58,7 +78,7 @@ class Adoptions:
     ) -> None:
         self._kube, self._cache, self._events = services.kube, services.cache, services.events
         self._stack, self._open_store, self._wake = stack, open_store, wake
-        self._wall, self._monotonic = services.wall, services.monotonic
+        self._wall, self._monotonic, self._cluster = services.wall, services.monotonic, services.cluster
         self._task: asyncio.Task[None] | None = None
         self._writers: dict[str, CheckpointWriter] = {}
         self._troubled: dict[str, float] = {}
@@ -129,20 +149,17 @@ class Adoptions:
     ) -> None:
         uri = source.uri.rstrip("/")
 
-        def look() -> tuple[Publication, bool]:
+        def look() -> tuple[Publication, str]:
             store = self._open_store(uri)
             publication = publication_of(store, source.digest)
             verify(store, publication.members, publication.checkpoint_id)
-            if wants_it:
-                try:
-                    hold(store, writer.uid)
-                except ObjectConflict:
-                    return publication, False
-            return publication, True
+            if not wants_it:
+                return publication, ""
+            return publication, claim_for(self._open_store, uri, publication.stack_uid, writer.uid, self._cluster)
 
         try:
             try:
-                publication, owned = await asyncio.to_thread(look)
+                publication, stays = await asyncio.to_thread(look)
             except ProtocolError as error:
                 await self._fail(writer, ConditionReason.SOURCE_INVALID, f"{uri}: {error.detail}")
                 return
@@ -159,8 +176,8 @@ class Adoptions:
             only = phases.Which(publication.cell, (publication.cell,))
             at = self._at(writer)
             await self._end(writer, phases.part_succeeded(status, only, publication, uri, source.digest, None, at))
-            if not owned:
-                self._say(writer, "Warning", *HELD_BY_ANOTHER)
+            if stays:
+                self._say(writer, "Warning", Afterwards.HELD_BY_ANOTHER, stays)
         except Gone:
             self._cache.drop_checkpoint(Key(writer.namespace, writer.name), writer.uid)
         except Superseded:

@@ -19,7 +19,7 @@ from gym_operator.api.conditions import ConditionReason
 from gym_operator.api.event_reasons import Afterwards
 from gym_operator.api.objects import format_time
 from gym_operator.effects.accesses import Accesses
-from gym_operator.effects.adoptions import HELD_BY_ANOTHER
+from gym_operator.effects.adoptions import claim_for
 from gym_operator.effects.cache import Cache, Key
 from gym_operator.effects.events import Events, Level, Subject
 from gym_operator.effects.finalizers import set_finalizer
@@ -36,8 +36,8 @@ from gym_servers.stack.settings import describe
 from gym_servers.stack.spec import StorageSpec
 from gym_servers.storage import leftovers
 from gym_servers.storage.ownership import Owner, check_deletable
-from gym_servers.storage.removal import Claim, NotOurs, Removed, hold, remove
-from gym_servers.storage.store import ObjectConflict, ObjectStore, StorageError, StorageProblem
+from gym_servers.storage.removal import Claim, NotOurs, Removed, remove
+from gym_servers.storage.store import ObjectStore, StorageError, StorageProblem
 
 log = logging.getLogger(__name__)
 
@@ -129,11 +129,10 @@ class Disposal:
             writer = await self._writer(entry)
             storage = self._storage_of(entry)
             await self._read(storage, writer.status)
-            try:
-                for part in entry.parts:
-                    await asyncio.to_thread(lambda uri: hold(storage.open(uri), entry.uid), part.uri)
-            except ObjectConflict:
-                self._say(entry, "Warning", *HELD_BY_ANOTHER)
+            for part in entry.parts:
+                of = part.uri, entry.stack_uid or "", entry.uid, self._cluster
+                if stays := await asyncio.to_thread(claim_for, storage.open, *of):
+                    self._say(entry, "Warning", Afterwards.HELD_BY_ANOTHER, stays)
         await self._set_finalizer(entry, present=True)
 
     async def _dispose(self, entry: Entry) -> None:

@@ -34,6 +34,12 @@ class Owner(BaseModel):
         return self.cluster != self.stack_uid
 
 
+def root_of(uri: str, stack_uid: str) -> str | None:
+    """The stack root that something lies in; None where it is elsewhere, as somebody's copy is."""
+    above, found, _ = uri.partition(f"/{stack_uid}/")
+    return f"{above}/{stack_uid}" if found else None
+
+
 def owner_of(store: ObjectStore) -> Owner | None:
     """The owner of the stack root that `store` is, None where nobody has claimed it. Blocks. Raises StorageError."""
     try:
