@@ -436,7 +436,8 @@ def test_k16_the_framework_keeps_nothing_in_the_objects_that_it_watches(rig: Ope
     """It would keep the whole spec in an annotation, which has room for 256 KiB: no write to such a stack would
     succeed. Nor does it hold an object by a finalizer."""
     servers = rig.manifest("large")["spec"]["servers"]
-    servers[2]["config"] = {"prompt": "long " * 80_000}
+    own = {"server": "gym_servers.agent.simple_agent:SimpleAgent", "config": {"prompt": "long " * 80_000}}
+    servers[2].update(own)  # a class says by itself what its config may be
     rig.apply("large", rollouts=200, servers=servers)  # more than get done meanwhile
     rig.until("rollouts are under way", lambda: under_way(rig, "large"), START_SECONDS)
     assert take(rig, "one", "large")["phase"] == "Succeeded"
@@ -457,9 +458,9 @@ def test_k16_the_framework_keeps_nothing_in_the_objects_that_it_watches(rig: Ope
         for metadata in found:
             kept = {key: metadata.get(key) or [] for key in ("annotations", "finalizers")}
             assert kept == {"annotations": [], "finalizers": []}, (resource.plural, metadata["name"])
-    own = {names.CONFIG_DIGEST, names.TEMPLATE_DIGEST}
+    ours = {names.CONFIG_DIGEST, names.TEMPLATE_DIGEST}
     found = [pod["metadata"] for pod in pods(rig).values()]
-    assert [(set(each["annotations"]), each.get("finalizers")) for each in found] == [(own, None)] * 5
+    assert [(set(each["annotations"]), each.get("finalizers")) for each in found] == [(ours, None)] * 5
     for node in rig.run(rig.kube.list_all(NODES, None)).items:
         assert not any(names.GROUP in key or "kopf" in key for key in node["metadata"].get("annotations") or ())
 

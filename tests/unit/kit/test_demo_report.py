@@ -85,8 +85,8 @@ def test_what_was_staged_for_a_checkpoint_is_held_against_what_it_has(tmp_path: 
     store = bucket.store(f"cell/{directory_name(0, 1, 'taken')}")
     in_progress = Prefix("1.1", "digest", "", int32([1, 2]), tokens(4), 10)
     settle(store, written(store, name="taken", records={"r": encode("r", Ledger(prefixes=[in_progress]))}))
-    bucket.store("cell").create(f"{CUTS}/taken/digest", pack({"a": tokens(4), "b": tokens(3)}))
-    bucket.store("cell").create(f"{CUTS}/given-up/digest", pack({"a": tokens(9)}))
+    bucket.store("cell").create(f"{CUTS}/taken/digest", pack({"a": tokens(4), "b": tokens(3)}, {}))
+    bucket.store("cell").create(f"{CUTS}/given-up/digest", pack({"a": tokens(9)}, {}))
     assert engine_cuts(bucket, "cell") == [EngineCut("taken", 7, 4)]
 
 
