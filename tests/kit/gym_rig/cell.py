@@ -13,7 +13,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,7 +40,7 @@ from gym_servers.coordination.record import CellRecord, Stage
 from gym_servers.engine.app import create_app as engine_app
 from gym_servers.http import peers
 from gym_servers.local.demo import account_of
-from gym_servers.participants.collection import CollectionParticipant
+from gym_servers.participants.collection import CollectionParticipant, FindJob, Job
 from gym_servers.proof.account import Account
 from gym_servers.stack.render import checkpoint_root, render_settings
 from gym_servers.stack.settings import ServerSettings, StackIdentity
@@ -244,8 +244,7 @@ class Rig:
             server = assemble(self.settings[name], COOKIES, only(TOKEN))
         server.participant.gate.clock = self.wall
         if self.bucket is not None and isinstance(server.participant, CollectionParticipant):
-            driver = server.participant
-            driver._output = FaultyOutput(driver._output, self.bucket, alive)
+            server.participant._find = _with_faults(server.participant._find, self.bucket, alive)
         plane = None
         if self.settings[name].checkpoint.enabled:
             grace = self.settings[name].checkpoint.lease_grace_seconds
@@ -393,3 +392,13 @@ async def cell(
             rig.kill()
             await end_all()
             rig.give_back()
+
+
+def _with_faults(find: FindJob, bucket: Bucket, alive: Alive) -> FindJob:
+    """A job whose rows go where they may fail to be written."""
+
+    async def found() -> Job:
+        job = await find()
+        return replace(job, output=FaultyOutput(job.output, bucket, alive))
+
+    return found
