@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,7 +72,11 @@ def test_output_goes_to_the_log(tmp_path: Path) -> None:
 def test_processes_are_found_by_their_command_line(tmp_path: Path) -> None:
     process = spawn([*SLEEP, "0.125"], tmp_path / "log")
     try:
-        assert find(lambda argv: argv == [*SLEEP, "0.125"]) == [process]
+        # The kernel lets a parent go on before the child's command line can be read.
+        give_up = time.monotonic() + 10
+        while not (found := find(lambda argv: argv == [*SLEEP, "0.125"])):
+            assert time.monotonic() < give_up
+        assert found == [process]
     finally:
         end([process], grace=0)
 
