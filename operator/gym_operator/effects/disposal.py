@@ -35,7 +35,7 @@ from gym_operator.rules.retention import needs_of
 from gym_servers.stack.settings import describe
 from gym_servers.stack.spec import StorageSpec
 from gym_servers.storage import leftovers
-from gym_servers.storage.ownership import Owner, check_deletable
+from gym_servers.storage.ownership import Owner, check_deletable, root_of
 from gym_servers.storage.removal import Claim, NotOurs, Removed, remove
 from gym_servers.storage.store import ObjectStore, StorageError, StorageProblem
 
@@ -183,14 +183,14 @@ class Disposal:
     async def _remove(self, storage: StackStorage, status: CheckpointStatus, uri: str, claim: Claim) -> Removed:
         await self._read(storage, status)
         above, _, directory = uri.rstrip("/").rpartition("/")
-        before, _, below = uri.partition(f"/{claim.stack_uid}/")
+        root = root_of(uri, claim.stack_uid)
 
         def take_away() -> Removed:
             checkpoints = storage.open(above)
-            cell = storage.open(posixpath.dirname(above)) if below else None
+            cell = storage.open(posixpath.dirname(above)) if root is not None else None
             staged = cell is not None and claim.checkpoint_id in leftovers.staged(cell)
-            if below and (staged or checkpoints.list(directory)):
-                self._check_cluster(storage.open(f"{before}/{claim.stack_uid}"), claim)
+            if root is not None and (staged or checkpoints.list(directory)):
+                self._check_cluster(storage.open(root), claim)
             removed = remove(checkpoints, directory, claim)
             if cell is not None and staged:
                 leftovers.remove_staged(cell, claim.checkpoint_id)
