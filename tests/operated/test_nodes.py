@@ -13,7 +13,7 @@ from gym_operator.effects.kube import CHILDREN, NODES, PODS, RESTORES, Body, Res
 from gym_operator.rules.rollouts import BUDGET_SECONDS
 from gym_rig.cell import IDENTITY
 from gym_rig.collecting import rows, taken, to_the_end, under_way
-from gym_rig.operated import OperatedRig, operated
+from gym_rig.operated import OperatedRig, Reopened, operated
 from gym_rig.rolling import SLOW, nothing_was_done_twice, recoveries, sources, stage, up_to_date
 from gym_rig.virtual import now
 from gym_servers import assemble
@@ -295,18 +295,11 @@ async def test_k17_a_cell_leaves_a_cordoned_node_that_the_watch_does_not_tell_of
         for node in ("node-1", "node-2"):
             rig.cordon(node, cordoned=False)
         await under_way(rig)
-        operator, told, opened = rig.operator, rig.kube.watch, 0
+        operator = rig.operator
         assert operator is not None
         await rig.until(operator.fleet._resync.complete.is_set, "all was told once")
-
-        def reopen() -> None:
-            nonlocal opened
-            opened += 1
-            rig.kube.watch = told
-            for (resource, _, _), body in list(rig.kube.objects.items()):
-                told(resource, False, body)
-
-        monkeypatch.setattr(operator.fleet, "_reopen", reopen)
+        opened = Reopened(rig)
+        monkeypatch.setattr(operator.fleet, "_reopen", opened)
         silence(rig)
         rig.node = "node-2"
         rig.cordon("node-1")
@@ -315,7 +308,7 @@ async def test_k17_a_cell_leaves_a_cordoned_node_that_the_watch_does_not_tell_of
         assert now() - began < RESYNC_SECONDS + 20
         assert (sources(rig), nodes(rig)) == (["roll-out"], {"node-2"})
         await asyncio.sleep(2 * RESYNC_SECONDS)
-        assert opened == 1, "once, and that helped"
+        assert opened.times == 1, "once, and that helped"
         assert operator.fleet.health()["ok"]
 
 

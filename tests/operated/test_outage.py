@@ -12,7 +12,7 @@ from gym_operator.effects.fleet import RESYNC_SECONDS, STUCK_SECONDS
 from gym_operator.effects.kube import CHECKPOINTS, PODS, RESTORES, SCHEDULES, STACKS, Resource
 from gym_operator.effects.resync import WATCHED
 from gym_rig.cell import IDENTITY
-from gym_rig.operated import OperatedRig, operated
+from gym_rig.operated import OperatedRig, Reopened, operated
 from gym_servers.engine.rows import counter_rows
 from gym_servers.storage.locate import open_store
 from gym_servers.storage.manifest import CHECKPOINT, read_publication
@@ -130,25 +130,16 @@ async def test_k17_what_silent_watches_do_not_tell_is_seen_all_the_same_and_they
 ) -> None:
     async with operated(tmp_path, counter_rows(ROWS, 1)) as rig:
         await under_way(rig)
-        operator, opened = rig.operator, 0
+        operator, opened = rig.operator, Reopened(rig)
         assert operator is not None
-        told = rig.kube.watch
-
-        def reopen() -> None:
-            nonlocal opened
-            opened += 1
-            rig.kube.watch = told
-            for (resource, _, _), body in list(rig.kube.objects.items()):
-                told(resource, False, body)
-
-        monkeypatch.setattr(operator.fleet, "_reopen", reopen)
+        monkeypatch.setattr(operator.fleet, "_reopen", opened)
         rig.kube.watch = lambda *_: None
         rig.checkpoint("unheard")
         await asyncio.sleep(RESYNC_SECONDS + 10)
         await rig.until(lambda: rig.final("unheard"), "it was found")
         assert rig.status(CHECKPOINTS, "unheard")["phase"] == "Succeeded"
         await asyncio.sleep(2 * RESYNC_SECONDS)
-        assert opened == 1, "once, and that helped"
+        assert opened.times == 1, "once, and that helped"
         assert operator.fleet.health()["ok"]
         rig.kube.remove(PODS, IDENTITY.namespace, "rig-agent-0")
         await rig.until(lambda: rig.in_service(1), "recovered")
